@@ -1,0 +1,154 @@
+"""Inductor's side: what is offered, and how compiled code calls it.
+
+Inductor calls the functions of `preprocessing_fns` with the choices of each kernel that it is about to choose. `offer`
+looks for torch's own product among them and puts one of `CHOICES` behind it, with the same inputs, layout and scalars.
+Importing this file registers the kernels, which is why compiled code imports it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._inductor import config, ir
+from torch._inductor.select_algorithm import (
+    ExternKernelCaller,
+    ExternKernelChoice,
+    get_algorithm_selector_cache,
+)
+from torch._inductor.virtualized import V
+
+from .. import __version__, devices
+from ..api import addmm, bmm, matmul
+from .record import PREFIX, Offer, offered
+
+#: In other types, gemmery is at most as fast as torch.
+TYPES = (torch.float16, torch.bfloat16)
+
+
+def _mm(a: Tensor, b: Tensor, *, out: Tensor) -> None:
+    matmul(a, b, out=out)
+
+
+def _addmm(input: Tensor, a: Tensor, b: Tensor, *, out: Tensor, alpha: float = 1, beta: float = 1) -> None:
+    # Inductor expands a bias to the product's rows; a vector is read once.
+    bias = input[0] if input.dim() == 2 and input.stride(0) == 0 else input
+    addmm(bias, a, b, beta=beta, alpha=alpha, out=out)
+
+
+def _bmm(a: Tensor, b: Tensor, *, out: Tensor) -> None:
+    bmm(a, b, out=out)
+
+
+class _Choice(ExternKernelChoice):
+    """A kernel by its name."""
+
+    def hash_key(self) -> str:  # type: ignore[override]  # torch memoises its own
+        """What its times are kept by: those of another version say nothing."""
+        return f"{super().hash_key()}-{__version__}"
+
+
+#: By the names that torch's own products have among Inductor's choices.
+CHOICES = {
+    name: _Choice(kernel, name=PREFIX + name)
+    for name, kernel in (("mm", _mm), ("addmm", _addmm), ("bmm", _bmm))
+}
+
+
+class _Kernel(ir.ExternKernelOut):
+    """A call in compiled code."""
+
+    def codegen(self, wrapper: Any) -> None:
+        """Write the call, and the import that it needs in a process that has not enabled gemmery."""
+        whole = wrapper
+        while hasattr(whole, "parent_wrapper"):  # a subgraph's own imports may be dropped
+            whole = whole.parent_wrapper
+        whole.add_import_once(f"import {__name__}")
+        super().codegen(wrapper)
+
+
+class _Caller(ExternKernelCaller):
+    """gemmery as a choice for one product."""
+
+    def __init__(self, beside: ExternKernelCaller, record: Offer) -> None:
+        choice = CHOICES[beside.choice.name]
+        choice.ordered_kwargs_for_cpp_kernel = ()
+        super().__init__(choice, beside.input_nodes, beside.layout, beside.kwargs)
+        self.record = record
+
+    def output_node(self) -> Any:
+        """The call; Inductor asks for it where it has chosen gemmery."""
+        self.record.used += 1
+        kernel = _Kernel(
+            layout=self.layout,
+            inputs=self.input_nodes,
+            python_kernel_name=self.choice.call_name(),
+            kwargs=self.kwargs,
+        )
+        return ir.TensorBox.create(kernel)
+
+
+def begin() -> None:
+    """Have Inductor ask and tell."""
+    cache = get_algorithm_selector_cache()
+    # Before the functions that select choices by their names.
+    cache.preprocessing_fns.insert(0, offer)
+    cache.feedback_saver_fns.append(measured)
+
+
+def end() -> None:
+    """The inverse of `begin`; others may have cleared Inductor's lists."""
+    cache = get_algorithm_selector_cache()
+    if offer in cache.preprocessing_fns:
+        cache.preprocessing_fns.remove(offer)
+    if measured in cache.feedback_saver_fns:
+        cache.feedback_saver_fns.remove(measured)
+
+
+def offer(choices: list[Any]) -> list[Any]:
+    """Inductor's choices for a kernel, and gemmery behind torch's where it can compute the same."""
+    place = next((i for i, x in enumerate(choices) if _is_torchs(x)), None)
+    if place is None or not _measures() or not _suits(choices[place]):
+        return choices
+    torchs = choices[place]
+    a, b = torchs.input_nodes[-2:]
+    shape = [*a.get_size()[:-2], a.get_size()[-2], b.get_size()[-1], a.get_size()[-1]]
+    strides = [[int(x) for x in node.get_stride()] for node in (a, b)]
+    record = offered(torchs.choice.name, [int(x) for x in shape], torchs.layout.dtype, strides)
+    return [*choices[: place + 1], _Caller(torchs, record), *choices[place + 1 :]]
+
+
+def _is_torchs(choice: Any) -> bool:
+    return isinstance(choice, ExternKernelCaller) and choice.choice.name in CHOICES
+
+
+def _measures() -> bool:
+    """Whether Inductor is choosing by measurements of which gemmery can be a part, and writes Python."""
+    in_process = not (config.autotune_in_subproc or config.pipeline_max_autotune_gemm)
+    in_python = not (V.graph.cpp_wrapper or V.graph.fx_wrapper)
+    return (config.max_autotune or config.max_autotune_gemm) and in_process and in_python
+
+
+def _suits(torchs: ExternKernelCaller) -> bool:
+    """Whether gemmery has kernels for a product, of which all sizes and strides are known."""
+    nodes = torchs.input_nodes
+    numbers = [x for node in nodes for x in (*node.get_size(), *node.get_stride())]
+    if not _are_known(numbers) or any(0 in node.get_size() for node in nodes):
+        return False
+    types = {torchs.layout.dtype, *[node.get_dtype() for node in nodes]}
+    if len(types) != 1 or types.pop() not in TYPES:
+        return False
+    return devices.current(torchs.layout.device) is not None
+
+
+def _are_known(numbers: Iterable[Any]) -> bool:
+    return all(isinstance(x, int) or x.is_Integer for x in numbers)
+
+
+def measured(times: dict[Any, float], *_: Any) -> None:
+    """Keep what Inductor has measured, in milliseconds."""
+    for choice in times:
+        if isinstance(choice, _Caller):
+            choice.record.times = {x.name: milliseconds / 1e3 for x, milliseconds in times.items()}

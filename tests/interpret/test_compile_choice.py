@@ -1,0 +1,157 @@
+"""gemmery as a choice of torch.compile's max-autotune: in compiled code, forward and backward, and where it is not."""
+
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from torch._inductor.exc import InductorError
+from torch._inductor.select_algorithm import ExternKernelCaller
+from torch._inductor.utils import fresh_cache
+
+import gemmery.compile
+from tests.choosing import ONLY, OPTIONS, addmm, cases, compiled, mm, offers, operands
+
+
+@pytest.fixture(autouse=True)
+def enabled():
+    with gemmery.compile.enable():
+        yield
+    assert not gemmery.compile.is_enabled()
+
+
+@pytest.mark.parametrize("name", cases())
+def test_compiled_code_calls_gemmery(name):
+    torch.manual_seed(0)
+    function, args, choice = cases()[name]
+    before = {key: (x.count, x.used) for key, x in offers().items()}
+    result, code = compiled(function, *args, **ONLY)
+    assert f"extern_kernels.{choice}(" in code
+    assert "import gemmery.compile.choice" in code
+    assert torch.equal(result, function(*args))
+    changed = [
+        (x.op, x.count - c, x.used - u)
+        for key, x in offers().items()
+        for c, u in [before.get(key, (0, 0))]
+        if (x.count, x.used) != (c, u)
+    ]
+    assert changed == [(choice.removeprefix("gemmery_"), 1, 1)]
+
+
+def test_gradients():
+    """The products of the backward pass are offered too."""
+    a, b, bias, _ = operands(dtype=torch.float16)
+    weight = torch.nn.Parameter(b.T.clone())
+    x = a.clone().requires_grad_()
+
+    def step(x, weight):
+        return torch.addmm(bias, x, weight.T)
+
+    gradient = torch.randn(16, 32, dtype=torch.float16)
+    used = sum(x.used for x in gemmery.compile.choices())
+    torch._dynamo.reset()
+    with fresh_cache():
+        y = torch.compile(step, options=OPTIONS | ONLY, fullgraph=True)(x, weight)
+        y.backward(gradient)
+    assert sum(x.used for x in gemmery.compile.choices()) == used + 3
+    found = x.grad, weight.grad
+    x.grad = weight.grad = None
+    step(x, weight).backward(gradient)
+    assert torch.equal(found[0], x.grad)
+    assert torch.equal(found[1], weight.grad)
+
+
+@pytest.mark.parametrize("ours", [1.0, 3.0, math.inf])
+def test_the_fastest_is_chosen_and_its_time_shown(ours, monkeypatch, capfd):
+    """Whatever the times are: here they are given, in milliseconds."""
+    times = {"gemmery_mm": ours, "mm": 2.0}
+    monkeypatch.setattr(ExternKernelCaller, "benchmark", lambda self, *_, **__: times[self.name])
+    a, b, _, _ = operands(m=24)
+    used = offers()["mm", (24, 32, 48)].used if ("mm", (24, 32, 48)) in offers() else 0
+    _, code = compiled(mm, a, b)
+    assert ("gemmery_mm" in code) is (ours < 2)
+    offer = offers()["mm", (24, 32, 48)]
+    assert offer.times == {"gemmery_mm": ours / 1e3, "mm": 2.0 / 1e3}
+    assert offer.used == used + (ours < 2)
+    assert f"gemmery_mm {ours * 1e3:.1f} µs, mm 2000.0 µs" in str(offer)
+    assert math.isinf(ours) or f"gemmery_mm {ours:.4f} ms" in capfd.readouterr().err
+
+
+def _declined():
+    a, b, bias, _ = operands()
+    return {
+        "the default mode": (mm, (a, b), {"max_autotune": False}),
+        "fp32": (mm, (a.float(), b.float()), {}),
+        "dynamic sizes": (addmm, (bias, a, b), {"dynamic": True}),
+        "no elements": (mm, (a[:0], b), {}),
+        "another process": (mm, (a, b), {"pipeline_max_autotune_gemm": True}),
+    }
+
+
+@pytest.mark.parametrize("name", _declined())
+def test_not_offered(name):
+    function, args, options = _declined()[name]
+    before = sum(x.count for x in gemmery.compile.choices())
+    result, code = compiled(function, *args, **options)
+    assert "gemmery" not in code
+    assert sum(x.count for x in gemmery.compile.choices()) == before
+    assert torch.equal(result, function(*args))
+
+
+def test_regions_import_it():
+    """A subgraph's own imports are dropped by Inductor."""
+    inner = torch.compiler.nested_compile_region(addmm)
+    a, b, bias, _ = operands()
+
+    def twice(bias, a, b, c):
+        return inner(bias, a, b), inner(bias, c, b)
+
+    _, code = compiled(twice, bias, a, b, a * 2, **ONLY)
+    assert "import gemmery.compile.choice" in code
+    assert "gemmery_addmm" in code
+
+
+def test_the_cache_tells_code_with_gemmery_from_code_without():
+    a, b, _, _ = operands()
+
+    def compile_again():
+        torch._dynamo.reset()
+        counters.clear()
+        torch.compile(mm, options=OPTIONS | ONLY, fullgraph=True, dynamic=False)(a, b)
+        return counters["inductor"]["fxgraph_cache_hit"]
+
+    with fresh_cache():
+        assert compile_again() == 0
+        assert compile_again() == 1
+        gemmery.compile.disable()
+        with pytest.raises(InductorError, match="No choices"):
+            compile_again()
+
+
+CHILD = """
+import torch, gemmery.compile
+from torch._dynamo.utils import counters
+from tests.choosing import ONLY, OPTIONS, mm, operands
+with gemmery.compile.enable():
+    a, b, _, _ = operands()
+    result = torch.compile(mm, options=OPTIONS | ONLY, fullgraph=True, dynamic=False)(a, b)
+assert torch.equal(result, a @ b)
+print(counters["inductor"]["fxgraph_cache_hit"], len(gemmery.compile.choices()))
+"""
+
+
+@pytest.mark.slow
+def test_a_fresh_process_finds_the_code(tmp_path):
+    """The second one runs what the first has compiled, and chooses nothing."""
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    found = []
+    for _ in range(2):
+        child = subprocess.run(
+            [sys.executable, "-c", CHILD], env=environment, capture_output=True, text=True, check=False
+        )
+        assert child.returncode == 0, child.stderr[-3000:]
+        found.append(child.stdout.split())
+    assert found == [["0", "1"], ["1", "0"]]
