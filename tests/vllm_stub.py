@@ -1,10 +1,12 @@
 """What gemmery.nn.vllm imports of vLLM 0.33, in place of vLLM: the same names, signatures and meanings, without an engine.
 
-`install` puts the modules where an import finds them. tests/host/test_nn_vllm.py compares the signatures with those of
+`installed` puts the modules where an import finds them. tests/host/test_nn_vllm.py compares the signatures with those of
 vLLM itself where that is installed, and its other tests then run with vLLM instead.
 """
 
+import contextlib
 import enum
+import functools
 import sys
 import types
 from abc import ABC, abstractmethod
@@ -389,20 +391,32 @@ VALUES = {
 }  # fmt: skip
 
 
-def install():
-    """Puts the modules where an import finds them."""
+@functools.cache
+def modules():
+    """The modules by their names."""
+    made = {}
     for path in (*MODULES, *VALUES):
         parts = path.split(".")
         for length in range(1, len(parts) + 1):
-            name = ".".join(parts[:length])
-            if name not in sys.modules:
-                sys.modules[name] = types.ModuleType(name)
-                sys.modules[name].__path__ = []
-                if length > 1:
-                    setattr(sys.modules[".".join(parts[: length - 1])], parts[length - 1], sys.modules[name])
+            name, parent = ".".join(parts[:length]), ".".join(parts[: length - 1])
+            if name not in made:
+                made[name] = types.ModuleType(name)
+                made[name].__path__ = []
+                if parent:
+                    setattr(made[parent], parts[length - 1], made[name])
     for path, found in MODULES.items():
         for x in found:
-            setattr(sys.modules[path], x.__name__, x)
+            setattr(made[path], x.__name__, x)
     for path, values in VALUES.items():
         for name, value in values.items():
-            setattr(sys.modules[path], name, value)
+            setattr(made[path], name, value)
+    return made
+
+
+@contextlib.contextmanager
+def installed():
+    """Puts the modules where an import finds them, and takes them away again: other packages look for vLLM too."""
+    sys.modules.update(modules())
+    yield
+    for name in modules():
+        sys.modules.pop(name, None)

@@ -1,5 +1,6 @@
 """gemmery in vLLM: with vLLM's own classes where vLLM is installed, otherwise with a stub that has their signatures."""
 
+import contextlib
 import importlib
 import importlib.util
 import inspect
@@ -16,34 +17,34 @@ from torch import nn
 import gemmery
 from tests import vllm_stub as stub
 
-REAL = importlib.util.find_spec("vllm") is not None
-if not REAL:
-    stub.install()
 pytest.importorskip("transformers", minversion="5")
 
-from vllm.model_executor.kernels import linear as lists  # noqa: E402
-from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearLayerConfig  # noqa: E402
-from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import (  # noqa: E402
-    FP8ScaledMMLinearLayerConfig,
-)
-from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFusedMoEMethod  # noqa: E402
-from vllm.model_executor.layers.linear import ReplicatedLinear, UnquantizedLinearMethod  # noqa: E402
-from vllm.model_executor.layers.quantization import get_quantization_config  # noqa: E402
-from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape, QuantKey, ScaleDesc  # noqa: E402
-from vllm.model_executor.parameter import GroupQuantScaleParameter, PackedvLLMParameter  # noqa: E402
-from vllm.platforms import PlatformEnum  # noqa: E402
-from vllm.scalar_type import scalar_types  # noqa: E402
+REAL = importlib.util.find_spec("vllm") is not None
+#: Where vLLM can be imported.
+there = contextlib.nullcontext if REAL else stub.installed
 
-from gemmery.nn import vllm as plugin  # noqa: E402
-from gemmery.nn.vllm.config import GemmeryQuantization  # noqa: E402
-from gemmery.nn.vllm.kernels import (  # noqa: E402
-    OF_KIND,
-    PLATFORMS,
-    GemmeryFp8BlockKernel,
-    GemmeryFp8Kernel,
-    GemmeryIntKernel,
-)
-from gemmery.nn.vllm.methods import GemmeryPackedLinearMethod  # noqa: E402
+with there():
+    from vllm.model_executor.kernels import linear as lists
+    from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearLayerConfig
+    from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import FP8ScaledMMLinearLayerConfig
+    from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFusedMoEMethod
+    from vllm.model_executor.layers.linear import ReplicatedLinear, UnquantizedLinearMethod
+    from vllm.model_executor.layers.quantization import get_quantization_config
+    from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape, QuantKey, ScaleDesc
+    from vllm.model_executor.parameter import GroupQuantScaleParameter, PackedvLLMParameter
+    from vllm.platforms import PlatformEnum
+    from vllm.scalar_type import scalar_types
+
+    from gemmery.nn import vllm as plugin
+    from gemmery.nn.vllm.config import GemmeryQuantization
+    from gemmery.nn.vllm.kernels import (
+        OF_KIND,
+        PLATFORMS,
+        GemmeryFp8BlockKernel,
+        GemmeryFp8Kernel,
+        GemmeryIntKernel,
+    )
+    from gemmery.nn.vllm.methods import GemmeryPackedLinearMethod
 
 FP8 = torch.float8_e4m3fn
 
@@ -52,7 +53,8 @@ FP8 = torch.float8_e4m3fn
 def engine(tmp_path):
     """What vLLM's layers need around them."""
     if not REAL:
-        yield
+        with there():
+            yield
         return
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
@@ -208,11 +210,17 @@ def test_a_packed_layer(how, biased):
 )
 def test_batch_invariance(config, monkeypatch):
     x, weight = torch.randn(33, 256).bfloat16(), torch.randn(64, 256).bfloat16()
-    layer = loaded(config, weight)
+    layer, asked = loaded(config, weight), []
+
+    def spy(*args, **how):
+        asked.append(how["batch_invariant"])
+        return gemmery.linear(*args, **how)
+
+    monkeypatch.setattr("gemmery.nn.vllm.methods.linear", spy)
+    layer(x)
     monkeypatch.setattr("vllm.envs.VLLM_BATCH_INVARIANT", True, raising=False)
     assert torch.equal(layer(x)[3:4], layer(x[3:4]))
-    want = gemmery.linear(x, layer.weight, batch_invariant=True)
-    assert torch.equal(layer(x), want)
+    assert asked == [False, True, True]
 
 
 @pytest.mark.parametrize(
