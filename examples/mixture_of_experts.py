@@ -31,7 +31,7 @@ SMALL, LARGE = (64, 64, 8, 2, 64), (2048, 768, 64, 4, 1024)
 NAMES = ("grouped_mm", "gemmery")
 
 
-def random_model(hidden: int, width: int, experts: int, layers: int) -> Qwen3MoeForCausalLM:
+def random_model(hidden: int, width: int, experts: int, layers: int, device: str) -> Qwen3MoeForCausalLM:
     """A Qwen3-MoE over bytes in bfloat16, the same one each time."""
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
@@ -40,7 +40,8 @@ def random_model(hidden: int, width: int, experts: int, layers: int) -> Qwen3Moe
         num_key_value_heads=hidden // 32, head_dim=32, norm_topk_prob=True, bos_token_id=None, eos_token_id=None,
         pad_token_id=None,
     )  # fmt: skip
-    return Qwen3MoeForCausalLM(config).bfloat16()
+    with torch.device(device):
+        return Qwen3MoeForCausalLM(config).bfloat16()
 
 
 def mebibytes(model: nn.Module) -> float:
@@ -84,7 +85,7 @@ def main() -> None:
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     *sizes, length = LARGE if device == "cuda" else SMALL
-    model = random_model(*sizes).to(device)
+    model = random_model(*sizes, device)
     text = Path(__file__).read_bytes()[: 4 * length]
     ids = torch.tensor(list(text[: len(text) // length * length]), device=device).view(-1, length)
 

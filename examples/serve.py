@@ -51,7 +51,7 @@ class Bytes:
         return [bytes(row).decode(errors="replace") for row in ids.tolist()]
 
 
-def save_random_model(folder: Path, hidden: int, layers: int) -> None:
+def save_random_model(folder: Path, hidden: int, layers: int, device: str) -> None:
     """Write a Llama over bytes in bfloat16, the same one each time."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -59,7 +59,8 @@ def save_random_model(folder: Path, hidden: int, layers: int) -> None:
         num_attention_heads=hidden // 64, num_key_value_heads=max(hidden // 256, 1), bos_token_id=None,
         eos_token_id=None, pad_token_id=0,
     )  # fmt: skip
-    LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
+    with torch.device(device):
+        LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
 
 
 def mebibytes(model: nn.Module) -> float:
@@ -98,7 +99,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         source, packed = args.model or Path(temporary) / "dense", args.out or Path(temporary) / "packed"
         if args.model is None:
-            save_random_model(source, *(LARGE if device == "cuda" else SMALL))
+            save_random_model(source, *(LARGE if device == "cuda" else SMALL), device)
             tokenizer: Any = Bytes()
         else:
             tokenizer = AutoTokenizer.from_pretrained(source, padding_side="left")

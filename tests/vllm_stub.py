@@ -222,7 +222,7 @@ def initialize_online_processing(layer):
     def read():
         for name, value in given.items():
             if getattr(layer, name).is_meta:
-                data = torch.empty_like(getattr(layer, name), device="cpu")
+                data = torch.empty_like(getattr(layer, name), device=torch.get_default_device())
                 made = ModelWeightParameter(data=data, input_dim=1, output_dim=0, weight_loader=loaders[name])
                 layer.register_parameter(name, made)
             loaders[name](getattr(layer, name), value)
