@@ -1,4 +1,4 @@
-"""Measure generation with a Llama of 1.2B parameters in a CUDA graph: int4 weights beside bf16 ones, and other libraries.
+"""Measure generation with a Llama of 1.2B parameters in a CUDA graph: int4 weights beside bf16 ones, and peers.
 
 python benchmarks/generation.py --out DIR      needs transformers and accelerate; writes DIR/generation.json
 
@@ -45,7 +45,7 @@ LLAMA = {
     },
 }  # fmt: skip
 #: What `--device cpu` has in their place.
-SMALL = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2,
+SMALL = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
          "head_dim": 32, "vocab_size": 500}  # fmt: skip
 #: Columns of a scale, for all libraries.
 GROUP = 128
@@ -70,16 +70,17 @@ class Method:
     together: bool = False
 
 
+BF16, OURS = "bf16, torch.compile", "gemmery int4, int4 head, torch.compile"
 COMPILED, TUNED = "default", "max-autotune-no-cudagraphs"
 METHODS = {
-    "bf16, torch.compile": Method("bf16", "bf16", COMPILED),
+    BF16: Method("bf16", "bf16", COMPILED),
     "bf16, torch.compile, max-autotune": Method("bf16", "bf16", TUNED),
     "bf16, qkv as one, torch.compile": Method("bf16", "bf16", COMPILED, True),
     "torchao int4, torch.compile": Method("torchao", "bf16", COMPILED),
     "torchao int4, int4 head, torch.compile": Method("torchao", "torchao", COMPILED),
     "gemmery int4, no compiler": Method("gemmery", "bf16", None),
     "gemmery int4, torch.compile": Method("gemmery", "bf16", COMPILED),
-    "gemmery int4, int4 head, torch.compile": Method("gemmery", "gemmery", COMPILED),
+    OURS: Method("gemmery", "gemmery", COMPILED),
     "gemmery int4, int4 head, qkv as one, torch.compile": Method("gemmery", "gemmery", COMPILED, True),
 }
 
@@ -163,16 +164,33 @@ def head_of(model: Any, how: str) -> Callable[[Tensor], Tensor]:
     return head
 
 
-class Columns(nn.Module):
-    """Some columns of a linear layer that other modules share. In compiled code, the product is there once."""
+class Together:
+    """A linear layer whose columns several modules give, which are called in turn with one input."""
 
-    def __init__(self, whole: nn.Module, begin: int, end: int) -> None:
+    def __init__(self, whole: nn.Module) -> None:
+        self.whole = whole
+        self.kept: Tensor | None = None
+
+
+class Columns(nn.Module):
+    """Some columns of a `Together`: the first of its modules multiplies, the last forgets the product."""
+
+    def __init__(self, shared: Together, begin: int, end: int) -> None:
         super().__init__()
-        self.whole, self.begin, self.end = whole, begin, end
+        self.shared, self.begin, self.end = shared, begin, end
+        self.is_last = end == shared.whole.out_features
+        if begin == 0:
+            self.whole = shared.whole
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) to (..., end - begin)."""
-        return self.whole(x)[..., self.begin : self.end]
+        if self.begin == 0:
+            self.shared.kept = self.whole(x)
+        product = self.shared.kept
+        assert product is not None
+        if self.is_last:
+            self.shared.kept = None
+        return product[..., self.begin : self.end]
 
 
 def put_together(model: Any) -> None:
@@ -188,10 +206,10 @@ def put_together(model: Any) -> None:
         else:
             whole = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
             whole.weight = nn.Parameter(weight, requires_grad=False)
-        begin = 0
+        shared, begin = Together(whole), 0
         for name, part in zip("qkv", parts, strict=True):
             end = begin + part.out_features
-            setattr(attention, f"{name}_proj", Columns(whole, begin, end))
+            setattr(attention, f"{name}_proj", Columns(shared, begin, end))
             begin = end
 
 
@@ -312,6 +330,9 @@ class Generator:
             weight = gemmery.quantize(weight.detach(), "int4", group_size=GROUP).dequantize()
         # Keys and values of the prompt are the quantized model's in both.
         found = F.linear(self._body(plain.model, self.token)[:, -1:], weight).double()
+        del plain, weight
+        if self.on_gpu:
+            torch.cuda.empty_cache()
         self.rewind()
         return found
 
@@ -402,59 +423,86 @@ def serve(pipe: Any, alone: Any, method: Method, setting: Setting) -> None:
         pipe.send({"failed": traceback.format_exc()})
 
 
-def measure(methods: dict[str, Method], setting: Setting, limit: float, profiles: bool) -> dict[str, Any]:
-    """The times of all methods that could be prepared within `limit` seconds, and why others could not."""
+@dataclass
+class Served:
+    """A process of a method, and what it said when it was prepared."""
+
+    name: str
+    setting: Setting
+    process: Any
+    pipe: Any
+    facts: dict[str, Any]
+
+    def ask(self, what: str) -> Any:
+        """The result of a method of its `Generator`."""
+        self.pipe.send(what)
+        return self.pipe.recv()
+
+    @property
+    def lives(self) -> bool:
+        """Whether it can be asked."""
+        return "failed" not in self.facts
+
+
+def prepared(cases: list[tuple[str, Setting]], limit: float) -> list[Served]:
+    """All processes, which prepare at the same time; those that need more than `limit` seconds failed."""
     context = get_context("spawn")
-    alone = context.Lock()
-    pipes, processes = {}, []
-    for name, method in methods.items():
-        pipes[name], other = context.Pipe()
-        process = context.Process(target=serve, args=(other, alone, method, setting), daemon=True)
+    alone, made = context.Lock(), []
+    for name, setting in cases:
+        pipe, other = context.Pipe()
+        process = context.Process(target=serve, args=(other, alone, METHODS[name], setting), daemon=True)
         process.start()
         other.close()
-        processes.append(process)
+        made.append(Served(name, setting, process, pipe, {}))
     end = time.monotonic() + limit
-    facts: dict[str, Any] = {}
-    for name, pipe in pipes.items():
-        ready = pipe.poll(max(0.0, end - time.monotonic()))
-        facts[name] = pipe.recv() if ready else {"failed": "not prepared in time"}
-        shown = {key: x if isinstance(x, str) else round(x, 4) for key, x in facts[name].items()}
-        print(f"batch {setting.batch}, {name}: {shown}", flush=True)
-    live = {name: pipe for name, pipe in pipes.items() if "failed" not in facts[name]}
+    for one in made:
+        ready = one.pipe.poll(max(0.0, end - time.monotonic()))
+        one.facts = one.pipe.recv() if ready else {"failed": "not prepared in time"}
+        shown = {key: x if isinstance(x, str) else round(x, 4) for key, x in one.facts.items()}
+        print(f"batch {one.setting.batch}, {one.setting.attention}, {one.name}: {shown}", flush=True)
+    return made
 
-    def ask(name: str, what: str) -> Any:
-        live[name].send(what)
-        return live[name].recv()
 
-    times: dict[str, list[float]] = {name: [] for name in live}
-    for name in live:
-        ask(name, "seconds")
+def measure(batch: int, served: list[Served], profiles: bool) -> dict[str, Any]:
+    """The times of all methods with a number of rows."""
+    live = {_label(one): one for one in served if one.lives}
+    times: dict[str, list[float]] = {label: [] for label in live}
+    for one in live.values():
+        one.ask("seconds")
     for _ in range(ROUNDS):
-        for name in random.sample(list(live), len(live)):
-            times[name].append(ask(name, "seconds"))
+        for label in random.sample(list(live), len(live)):
+            times[label].append(live[label].ask("seconds"))
     if profiles:
-        for name in live:
-            facts[name]["kernels"] = ask(name, "kernels")
-    for pipe in live.values():
-        pipe.send(None)
-    for process in processes:
-        process.join(5)
-        if process.is_alive():
-            process.kill()
+        for one in live.values():
+            one.facts["kernels"] = one.ask("kernels")
     return {
-        "name": f"Llama of 1.2B, a token of {setting.batch} row{'s' * (setting.batch > 1)}",
+        "name": f"Llama of 1.2B, a token of {batch} row{'s' * (batch > 1)}",
         "times": times,
-        "facts": facts,
-        "batch": setting.batch,
-        "attention": setting.attention,
+        "facts": {_label(one): one.facts for one in served},
+        "batch": batch,
     }
+
+
+def _label(one: Served) -> str:
+    return one.name if one.setting.attention == "grouped" else f"{one.name}, {one.setting.attention}"
+
+
+def end(served: list[Served]) -> None:
+    """End the processes."""
+    for one in served:
+        if one.lives:
+            one.pipe.send(None)
+    for one in served:
+        one.process.join(5)
+        if one.process.is_alive():
+            one.process.kill()
 
 
 def show(entry: dict[str, Any]) -> None:
     """The times, and ratios to ours."""
     medians = {name: statistics.median(x) for name, x in entry["times"].items()}
-    print(f"{entry['name']}, {entry['attention']}", flush=True)
-    base = medians.get("bf16, torch.compile")
+    print(entry["name"], flush=True)
+    base = medians.get(BF16)
     for name, x in medians.items():
         ratio = "" if base is None else f"  bf16 / it {base / x:.3f}"
         print(f"  {x * 1e6:9.1f} us  {name}{ratio}", flush=True)
@@ -468,6 +516,11 @@ def show(entry: dict[str, Any]) -> None:
             print(f"  {name} FAILED: {facts['failed'][-1500:]}", flush=True)
 
 
+def setting_of(options: argparse.Namespace, folder: str, batch: int, attention: str) -> Setting:
+    """The setting of a case."""
+    return Setting(folder, batch, options.prompt, options.new, attention, options.device, options.threads)
+
+
 def main() -> int:
     """Measure, and write after every batch; 1 if a method is missing or wrong."""
     parser = argparse.ArgumentParser(
@@ -479,7 +532,9 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=LLAMA["num_hidden_layers"])
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--new", type=int, default=64)
-    parser.add_argument("--attention", nargs="+", default=["grouped"], metavar="NAME")
+    parser.add_argument(
+        "--attention", nargs="+", default=["grouped"], metavar="NAME", help="sdpa, flex_attention or grouped"
+    )
     parser.add_argument("--limit", type=float, default=240, help="seconds to prepare a batch")
     parser.add_argument("--threads", type=int, default=4, help="with which each process compiles")
     parser.add_argument("--profile", action="store_true", help="print the kernels of a step")
@@ -496,24 +551,28 @@ def main() -> int:
     }  # fmt: skip
     bad = False
     with tempfile.TemporaryDirectory() as folder:
-        context = get_context("spawn")
-        maker = context.Process(target=make_checkpoint, args=(folder, options.layers, options.device))
+        maker = get_context("spawn").Process(
+            target=make_checkpoint, args=(folder, options.layers, options.device)
+        )
         maker.start()
         maker.join()
+        cases = []
         for batch in options.batch:
-            for attention in options.attention:
-                setting = Setting(
-                    folder, batch, options.prompt, options.new, attention, options.device, options.threads
-                )
-                methods = {name: METHODS[name] for name in options.only}
-                entry = measure(methods, setting, options.limit, options.profile)
-                show(entry)
-                for name, facts in entry["facts"].items():
-                    limit = QUANTIZED if METHODS[name].weights == "torchao" else SAME
-                    bad |= "failed" in facts or not facts["error"] < limit or not facts["same tokens"]
-                result["entries"].append(entry)
-                text = json.dumps(result, indent=1, ensure_ascii=False)
-                (options.out / "generation.json").write_text(text + "\n", encoding="utf-8")
+            for name in options.only:
+                # Which attention is best is a question apart.
+                names = options.attention if name in (BF16, OURS) else options.attention[:1]
+                cases += [(name, setting_of(options, folder, batch, attention)) for attention in names]
+        served = prepared(cases, options.limit)
+        for batch in options.batch:
+            entry = measure(batch, [one for one in served if one.setting.batch == batch], options.profile)
+            show(entry)
+            result["entries"].append(entry)
+            text = json.dumps(result, indent=1, ensure_ascii=False)
+            (options.out / "generation.json").write_text(text + "\n", encoding="utf-8")
+        end(served)
+        for one in served:
+            limit = QUANTIZED if METHODS[one.name].weights == "torchao" else SAME
+            bad |= not one.lives or not one.facts["error"] < limit or not one.facts["same tokens"]
     return int(bad)
 
 
