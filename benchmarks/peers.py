@@ -4,7 +4,8 @@ python benchmarks/peers.py [--only PART] [--out DIR]     needs torchao, gemlite 
 
 The parts are "products", with the rows, the inputs and the checks of `gemmery bench`; "linear8", a linear layer that
 quantizes its input to fp8 in each call; "groups"; and "loss". Each is written to DIR/PART.json. A time is that of a
-launch with cold inputs ("burst"), and of the loss, that of calls in a row; methods take turns in a new order each round.
+launch with cold inputs ("burst"), and of the loss, that of calls in a row. Methods take turns in a new order each
+round.
 """
 
 import argparse
