@@ -1,6 +1,7 @@
 """Write the tables of benchmarks/results/*.json: a few lines between README.md's two marks, all suites between those of
-docs/results.md, every row in RESULTS.md. Where there are results of grouped.py, sparse.py, blocks.py or all_reduce.py,
-theirs go between the marks of docs/grouped.md, docs/sparse.md, docs/blocks.md and docs/distributed.md.
+docs/results.md, every row in RESULTS.md. Where there are results of grouped.py, sparse.py, blocks.py, all_reduce.py, or
+peers.py and generation.py, theirs go between the marks of docs/grouped.md, docs/sparse.md, docs/blocks.md,
+docs/distributed.md and docs/when-to-use-what.md.
 
 python benchmarks/readme_tables.py           rewrite all
 python benchmarks/readme_tables.py --check   exit 1 if one is out of date
@@ -19,6 +20,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import (  # noqa: E402
     all_reduce_summary,
     grouped_summary,
+    peers_summary,
     sharded_model_summary,
     sharded_rows_summary,
     sparse_summary,
@@ -273,6 +275,22 @@ def of_ranks(sums: Sequence[Data], rows: Sequence[Data], model: Sequence[Data]) 
     return "\n\n".join(parts)
 
 
+# --- other libraries ------------------------------------------------------------------------------------------------
+
+
+def of_peers(products: Sequence[Data], steps: Sequence[Data]) -> str:
+    """Everything between the marks of docs/when-to-use-what.md."""
+    parts = []
+    if products:
+        table = _table(peers_summary.HEAD, peers_summary.lines(products), "llrrr")
+        parts += ["### Products", table, peers_summary.ABOUT, peers_summary.places(products)]
+    for result in steps:
+        table = _table(peers_summary.STEPS_HEAD, peers_summary.step_lines(result), "lr")
+        parts += ["### A model", table, peers_summary.ABOUT_STEPS, peers_summary.bars(result)]
+        parts.append(peers_summary.places([result]))
+    return "\n\n".join(parts)
+
+
 # --- every row ------------------------------------------------------------------------------------------------------
 
 
@@ -375,6 +393,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--sparse", type=Path, default=ROOT / "docs" / "sparse.md", metavar="FILE")
     parser.add_argument("--blocks", type=Path, default=ROOT / "docs" / "blocks.md", metavar="FILE")
     parser.add_argument("--distributed", type=Path, default=ROOT / "docs" / "distributed.md", metavar="FILE")
+    parser.add_argument("--peers", type=Path, default=ROOT / "docs" / "when-to-use-what.md", metavar="FILE")
     parser.add_argument("--rows", type=Path, default=ROOT / "benchmarks" / "RESULTS.md", metavar="FILE")
     options = parser.parse_args(arguments)
     try:
@@ -393,6 +412,9 @@ def main(arguments: list[str] | None = None) -> int:
         of_kinds = [x.read(options.results) for x in kinds]
         if any(of_kinds) and options.distributed.exists():
             pages.append((options.distributed, rewritten(options.distributed, of_ranks(*of_kinds))))
+        products, steps = peers_summary.read(options.results)
+        if (products or steps) and options.peers.exists():
+            pages.append((options.peers, rewritten(options.peers, of_peers(products, steps))))
     except ValueError as error:
         print(f"readme_tables: {error}", file=sys.stderr)
         return 2

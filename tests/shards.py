@@ -284,7 +284,6 @@ def large():
 
 def styles():
     """A block whose layers exchange their rows, against the same block on one rank: results and gradients."""
-    from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Partial, Replicate, Shard
     from torch.distributed.tensor.parallel import parallelize_module
@@ -337,7 +336,6 @@ def styles():
 
 def summing_styles():
     """Layers and blocks whose sum all ranks have, dense and packed, against the same on one rank."""
-    from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.parallel import parallelize_module

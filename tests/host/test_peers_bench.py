@@ -1,0 +1,96 @@
+"""The benchmarks of other libraries and of generation: their tables, and the functions that models are changed by."""
+
+import json
+import os
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from benchmarks import generation, peers_summary, readme_tables
+
+RUN = {
+    "gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0", "cuda": "13.0", "commit": "abc1234",
+    "date": "2026-11-28T00:00:00+00:00", "protocol": {"rounds": 3},
+}  # fmt: skip
+
+
+def products():
+    entry = {
+        "kind": "int4 weights", "name": "1×2×3", "times": {"gemmery": [1e-5, 2e-5, 4e-5], "slow": [2e-5, 3e-5, 4e-5]},
+        "errors": {}, "left_out": {"none | here": "ImportError: no\nmodule"}, "peak_bytes": {"gemmery": 2**20, "slow": 3 * 2**19},
+    }  # fmt: skip
+    return RUN | {"part": "products", "libraries": {"slow": "1.2"}, "entries": [entry]}
+
+
+def steps():
+    times = {
+        "bf16": [3e-3, 3e-3, 3e-3], "gemmery int4": [2e-3, 1.5e-3, 1e-3], "torchao int4": [1e-3, 1.5e-3, 2e-3],
+    }  # fmt: skip
+    return RUN | {"layers": 16, "entries": [{"batch": batch, "times": times} for batch in (1, 16)]}
+
+
+def test_ratios_are_of_a_round_and_losing_rows_stay():
+    first, left, memory = peers_summary.lines([products()])
+    assert first == ["int4 weights: 1×2×3", "slow", "**1.50** (1.00–2.00)", "20.0", "30.0"]
+    assert left[1:3] == ["none | here", "left out"]
+    assert left[-1] == "ImportError: no module"
+    assert memory[2:] == ["**1.50**", "1 MiB", "2 MiB"]
+    lines = {line[0]: line[1:] for line in peers_summary.step_lines(steps())}
+    assert lines["gemmery int4"] == ["1500.0", "**2.00** (1.50–3.00)"] * 2
+    assert lines["bf16"] == ["3000.0", ""] * 2
+    bars = peers_summary.bars(steps()).splitlines()
+    assert bars[0] == "- Beside bf16: **2.00** (1.50–3.00) with 1 row, **2.00** (1.50–3.00) with 16 rows."
+    assert bars[1].startswith("- Beside torchao's int4: **1.00** (0.50–2.00)")
+
+
+def test_the_page_is_written_from_files(tmp_path):
+    for folder, data in (("peers", products()), ("generation", steps())):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a.json").write_text(json.dumps(data))
+    text = readme_tables.of_peers(*peers_summary.read(tmp_path))
+    assert "| int4 weights: 1×2×3 | slow | **1.50** (1.00–2.00) | 20.0 | 30.0 |" in text
+    assert "commit abc1234, 2026-11-28, 3 rounds; slow 1.2." in text
+    (tmp_path / "peers" / "b.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"peers/b\.json is no result of peers\.py"):
+        peers_summary.read(tmp_path)
+
+
+def test_the_most_probable_token_is_the_first_of_the_largest():
+    logits = torch.randn(3, 1, 4 * generation.PART)
+    logits[1, 0, [700, 70]] = 9.0
+    for each in (logits, logits[..., :-1], logits.bfloat16()):
+        assert generation.most_probable(each).equal(each.argmax(-1))
+
+
+@pytest.mark.parametrize("queries", [1, 5])
+def test_attention_that_reads_keys_once(queries):
+    q = torch.randn(2, 8, queries, 16)
+    k, v = torch.randn(2, 2, 2, 12, 16).unbind()
+    mask = torch.ones(2, 1, queries, 12, dtype=torch.bool).tril(12 - queries)
+    found, _ = generation.grouped_attention(None, q, k, v, mask, 0.3)
+    wanted = F.scaled_dot_product_attention(q, k, v, mask, scale=0.3, enable_gqa=True).transpose(1, 2)
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_model_with_q_k_and_v_as_one_computes_the_same(packed):
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    transformers = pytest.importorskip("transformers", minversion="5")
+    import gemmery.nn
+
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 50, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16,
+    }  # fmt: skip
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).bfloat16().eval()
+    if packed:
+        gemmery.nn.quantize(model, "int4", group_size=32)
+    ids = torch.arange(3, 11)[None]
+    with torch.no_grad():
+        wanted = model(ids).logits
+        generation.put_together(model)
+        found = model(ids).logits
+    assert all(isinstance(layer.self_attn.v_proj, generation.Columns) for layer in model.model.layers)
+    torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2)
