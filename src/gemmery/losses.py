@@ -46,9 +46,9 @@ def linear_cross_entropy(
 
     It follows torch's `linear_cross_entropy`. The forward pass is one product whose epilogue reduces rows. The backward
     pass computes the logits again, a block of classes at a time, with three products per block. It needs memory for
-    the gradients and for at most one such block, and none that grows with tokens times classes (as in Wijmans et al., "Cut Your
-    Losses in Large-Vocabulary Language Models", 2024). All sums are in float32 and have a fixed order, so every run
-    gives the same bits. Nothing waits for the GPU.
+    the gradients and for at most one such block, and none that grows with tokens times classes (as in Wijmans et
+    al., "Cut Your Losses in Large-Vocabulary Language Models", 2024). All sums are in float32 and have a fixed order,
+    so every run gives the same bits. Nothing waits for the GPU.
 
     Args:
         input: (..., K) in float16, bfloat16, float32 or float64, any strides.

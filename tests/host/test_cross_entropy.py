@@ -182,7 +182,8 @@ def test_blocks_cover_all_columns(most, is_kept):
             assert 0 < width <= (classes if most is None else most)
             if place is not None:
                 # Behind the rows that are made of it, and within the gradient.
-                assert is_kept and columns.stop * features <= place <= classes * features - elements
+                assert is_kept
+                assert columns.stop * features <= place <= classes * features - elements
             elif most is None:
                 assert elements <= max(logits.LAST_BLOCK if is_kept else logits.OWN_BLOCK, 1024 * rows)
 
