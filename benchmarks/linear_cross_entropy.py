@@ -281,8 +281,10 @@ def check_behaviour(report: Report) -> None:
     x, weight, target = inputs_of(2048, 16384, 1024)
 
     def call() -> list[Tensor]:
-        loss = gemmery.linear_cross_entropy(x, weight, target, chunk_size=4096)
-        return [loss.detach(), *torch.autograd.grad(loss, [x, weight])]
+        # New leaves: torch keeps the stream on which it first met a leaf, and that may not be the one of a capture.
+        leaves = [t.detach().requires_grad_() for t in (x, weight)]
+        loss = gemmery.linear_cross_entropy(*leaves, target, chunk_size=4096)
+        return [loss.detach(), *torch.autograd.grad(loss, leaves)]
 
     found: dict[str, Any] = report.data.setdefault("behaviour", {})
     first = call()

@@ -11,12 +11,16 @@ gradient of x, which is summed in float32. So no gradient of a weight is ever su
 copy in float32: what walking over tokens would cost (Hsu et al., "Liger Kernel", 2024). Not to store logits and to
 compute them again is the way of Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024.
 
+The gradient of a block of logits needs memory only until its two products have read it. As long as the weight's
+gradient has enough rows that are not written yet, it lies in these. So blocks are large, which has of_x read and
+written seldom, and take no memory of their own; the last ones are smaller and do.
+
 All sums are in a fixed order, and there are no atomics: the same bits in every run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -31,17 +35,20 @@ from .product.inner import inner_products
 from .product.operator import LIBRARY
 from .product.seen import in_transform, needs_dispatcher
 
-#: Elements of a block of the logits' gradient, about: 128 MB of 16 bits.
-BLOCK = 1 << 26
+#: Elements of a block of the logits' gradient, about: of one that lies in the weight's gradient; of one with memory of
+#: its own beside such blocks; and of one where there is no gradient of the weight. 64 MB of 16 bits are not more than
+#: the sum of x's gradient takes where it is rounded.
+BLOCK, LAST_BLOCK, OWN_BLOCK = 1 << 27, 1 << 25, 1 << 26
 #: Columns of such a block: a multiple of this, so that tiles are whole, and no fewer than that many.
 _MULTIPLE, _FEWEST = 256, 1024
 #: What a gradient is divided by at least.
 _TINY = 2.0**-100
-#: Elements of which a row of a block has a multiple.
-_ALIGNED = 16
-#: Rows whose statistics one product makes on a GPU: it leaves a few numbers of each row for every tile of columns. And
-#: logits that the reference holds at a time elsewhere.
-_ROWS, _HELD = 1 << 13, 1 << 25
+#: Elements of which a row of a block has a multiple, and of which its place in another matrix is one.
+_ALIGNED, _LINE = 16, 128
+#: Logits whose statistics one product makes on a GPU: it leaves a few numbers of each row for every tile of columns,
+#: three for 64 columns at most, which is 48 MB. And the fewest rows of one, and logits that the reference holds at a
+#: time elsewhere.
+_REDUCED, _LEAST_ROWS, _HELD = 1 << 28, 1 << 10, 1 << 25
 
 
 class Rows(NamedTuple):
@@ -121,9 +128,46 @@ def rows_of_logits(
     return Rows(*run(*arguments))
 
 
-def columns_at_a_time(rows: int, columns: int) -> int:
-    """How many columns of the logits' gradient are in memory at a time, as `BLOCK` has it."""
-    return _even(columns, max(BLOCK // max(rows, 1), _FEWEST))
+class Block(NamedTuple):
+    """Columns of the logits, whose gradient is in memory at a time.
+
+    Attributes:
+        columns: their numbers.
+        place: the first element of the weight's gradient behind which theirs lies; None for memory of its own.
+    """
+
+    columns: slice
+    place: int | None
+
+
+def blocks_of(rows: int, columns: int, features: int, most: int | None, *, is_kept: bool) -> Iterator[Block]:
+    """The blocks of columns that a backward pass takes one after the other.
+
+    Args:
+        most: the most columns of a block; None to have it chosen.
+        is_kept: whether there is a gradient of the weight, (columns, features), in which blocks may lie.
+    """
+
+    def limit(elements: int) -> int:
+        each = elements // max(rows, 1) // _MULTIPLE * _MULTIPLE
+        return min(max(each, _FEWEST) if most is None else most, columns)
+
+    begin, width = 0, limit(BLOCK)
+    least = limit(LAST_BLOCK if is_kept else OWN_BLOCK)
+    while is_kept:
+        # What a block needs behind the rows that are computed from it, where its rows and itself are aligned.
+        needs = width * (rows + features) + rows * _ALIGNED + _LINE
+        if width < min(least, columns - begin):
+            break
+        if needs <= (columns - begin) * features:
+            yield Block(slice(begin, begin + width), -(-(begin + width) * features // _LINE) * _LINE)
+            begin += width
+        else:
+            # Few widths, since each has plans of its own.
+            width = width // 2 // _MULTIPLE * _MULTIPLE
+    step = min(_even(columns - begin, least), least)
+    for i in range(begin, columns, max(step, 1)):
+        yield Block(slice(i, min(i + step, columns)), None)
 
 
 def _even(size: int, most: int) -> int:
@@ -160,7 +204,8 @@ def _rows(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     N = x.shape[0]
     has_kernels = devices.current(x.device) is not None
-    step = _even(max(N, 1), _ROWS) if has_kernels else max(_HELD // weight.shape[0], 1)
+    limit = max((_REDUCED if has_kernels else _HELD) // weight.shape[0], _LEAST_ROWS if has_kernels else 1)
+    step = _even(max(N, 1), limit) if has_kernels else limit
     with inner_products(x):
         numbers = _numbers(weight)
         parts = [
@@ -193,8 +238,7 @@ def _backward(
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of x, weight and bias; those that are not wanted are empty."""
     needs_x, needs_weight, needs_bias = wanted
-    (N, _), V = x.shape, weight.shape[0]
-    step = columns_at_a_time(N, V) if columns is None else min(columns, V)
+    V = weight.shape[0]
     with inner_products(x):
         numbers, own = _numbers(weight), target.to(torch.int32)
         unit = None if x.dtype != torch.float16 else _largest(of_lse, of_target, of_total)
@@ -210,7 +254,7 @@ def _backward(
         of_weight = torch.empty(weight.shape if needs_weight else 0, dtype=x.dtype, device=x.device)
         of_bias = torch.empty(V if needs_bias else 0, dtype=x.dtype, device=x.device)
         _by_blocks(
-            x, weight, step, store_gradient, of_x if needs_x else None, of_weight if needs_weight else None,
+            x, weight, columns, store_gradient, of_x if needs_x else None, of_weight if needs_weight else None,
             of_bias if needs_bias else None, unit, precision,
         )  # fmt: skip
         return [(of_x if unit is None else of_x * unit).to(x.dtype), of_weight, of_bias]
@@ -223,27 +267,34 @@ def _largest(first: Tensor, *others: Tensor | None) -> Tensor:
 
 
 def _by_blocks(
-    x: Tensor, weight: Tensor, step: int, store_gradient: Callable[[slice, Tensor], None], of_x: Tensor | None,
+    x: Tensor, weight: Tensor, most: int | None, store_gradient: Callable[[slice, Tensor], None], of_x: Tensor | None,
     of_weight: Tensor | None, of_bias: Tensor | None, unit: Tensor | None, precision: AskedPrecision,
 ) -> None:  # fmt: skip
     """Store gradients of x, in the type of sums, of weight and of bias, by blocks of columns of the logits.
 
     Args:
-        step: columns of a block.
+        most: the most columns of a block; None to have it chosen.
         store_gradient: stores the gradient of the logits in columns.
         unit: what that is a multiple of, and what is stored for x; None for 1.
     """
     how: dict[str, Any] = {"precision": precision}
     of_rows = how if unit is None else how | {"epilogue": TIMES, "args": (unit,)}
-    N, V = x.shape[0], weight.shape[0]
-    # Rows begin at multiples of 16 bytes, whatever the number of columns.
-    block = torch.empty((N, -(-step // _ALIGNED) * _ALIGNED), dtype=x.dtype, device=x.device)
-    for i in range(0, V, step):
-        part, grad = slice(i, i + step), block[:, : min(step, V - i)]
+    (N, K), V = x.shape, weight.shape[0]
+    own = None
+    for part, place in blocks_of(N, V, K, most, is_kept=of_weight is not None):
+        width = part.stop - part.start
+        # Rows begin at multiples of 16 bytes, whatever the number of columns.
+        shape = N, -(-width // _ALIGNED) * _ALIGNED
+        if place is not None:
+            assert of_weight is not None
+            grad = of_weight.view(-1)[place : place + shape[0] * shape[1]].view(shape)[:, :width]
+        else:
+            own = torch.empty(shape, dtype=x.dtype, device=x.device) if own is None else own
+            grad = own[:, :width]
         store_gradient(part, grad)
         if of_weight is not None:
             matmul(grad.mT, x, out=of_weight[part], **of_rows)
-        if of_x is not None and i == 0:
+        if of_x is not None and part.start == 0:
             matmul(grad, weight[part], out=of_x, out_dtype=of_x.dtype, **how)
         elif of_x is not None:
             addmm(of_x, grad, weight[part], out=of_x, out_dtype=of_x.dtype, **how)

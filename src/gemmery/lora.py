@@ -5,24 +5,31 @@ to which its epilogue adds z before it rounds. Backward, `v = scale * g @ b` is 
 gradients of a and b, and that of x is `g @ weight`, to which an epilogue adds `v @ a`. So no sum of two matrices as
 large as x or the result is a pass of its own. Kept for the backward pass are x and u.
 
+Where a packed weight is unpacked, `scale * b @ a` is added to its numbers before they are rounded, and the large
+product is all that is left: no z is written or read. That is so in backward passes, and in forward passes of many rows,
+for which unpacking takes less time than z does.
+
 u and v are stored transposed, (r, M). Then each thin product has r rows, as that of a few tokens with a weight, and all
 other factors lie in memory as products read them best.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from . import devices
 from .api import addmm, linear, matmul
 from .dtensors import is_sharded
 from .dtypes import accumulator
 from .epilogues.function import Epilogue
 from .epilogues.library import residual
 from .formats.weight import PackedWeight
-from .operands import DenseOperand, Operand, rebuild
+from .operands import DenseOperand, Operand, PackedOperand, rebuild
+from .operands.packed import LowRank, unpacked
 from .precision import AskedPrecision, resolved
 from .product.build import weight_operand
 from .product.check import check_not_packed, check_tensor
@@ -33,6 +40,9 @@ from .product.seen import autocast_dtype, check_forward_mode, in_transform, need
 _OP = "lora_linear"
 _TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 RESIDUAL = Epilogue(residual)
+#: Rows from which on a packed weight is unpacked in the forward pass, with the adapter added to it: there the product
+#: takes as long as its tensor cores, and unpacking less than the matrix that is added otherwise.
+MANY = 1024
 
 
 def lora_linear(
@@ -51,8 +61,10 @@ def lora_linear(
 
     Low-rank adaptation is by Hu et al., "LoRA", 2021; over a weight of four bits it is QLoRA (Dettmers et al., 2023).
     The adapter's part is added in the epilogue of the large product, before that is rounded, and the backward pass adds
-    the two gradients of x alike. A packed weight is never whole in memory in the forward pass; in the backward pass it
-    is unpacked, and freed behind the product. What is kept for the backward pass is x, or `lora_x`, and `x @ a.T`.
+    the two gradients of x alike. A packed weight is unpacked by a kernel for 1024 rows of x or more and in the backward
+    pass, with `scale * b @ a` added before it is rounded to x's type, and freed behind the product. With
+    `batch_invariant`, and with `lora_x`, it is never whole in memory in the forward pass. What is kept for the backward
+    pass is x, or `lora_x`, and `x @ a.T`.
 
     There are gradients of x, a, b, bias and `lora_x`. The weight is frozen; a dense one that requires a gradient gets
     it, by separate products.
@@ -87,44 +99,59 @@ def lora_linear(
         >>> y.dtype, b.grad.shape, b.grad.dtype
         (torch.bfloat16, torch.Size([32, 8]), torch.float32)
     """
-    given = _given(x, weight, a, b, bias, lora_x)
+    operand, permutation = None, None
+    if isinstance(weight, PackedWeight):
+        permutation = weight.permutation
+        operand = weight_operand(weight if permutation is None else weight.unpermuted())
+    given = _given(x, weight, a, b, bias, lora_x, operand)
     if isinstance(scale, bool) or not isinstance(scale, int | float):
         raise TypeError(f"{_OP}: scale is a {type(scale).__name__}; it must be a number")
     dtype = autocast_dtype(x.device)
     if dtype is not None and x.dtype != torch.float64:
-        x, weight, a, b, bias, lora_x = _lowered(x, weight, a, b, bias, lora_x, dtype)
-        given = _given(x, weight, a, b, bias, lora_x)
+        x, weight, a, b, bias, lora_x = _lowered(x, weight, a, b, bias, lora_x, operand, dtype)
+        given = _given(x, weight, a, b, bias, lora_x, operand)
     _check_types(given)
     _check_shapes(x, weight, a, b, bias, lora_x)
     check_forward_mode(_OP, (x, a, b, bias, lora_x))
-    if isinstance(weight, PackedWeight) and weight.permutation is not None:
+    if permutation is not None:
         if lora_x is None:
-            a = a.index_select(-1, weight.permutation)
-        x = x.index_select(-1, weight.permutation)
+            a = a.index_select(-1, permutation)
+        x = x.index_select(-1, permutation)
     how = resolved(precision, x)
     rows = x.reshape(-1, x.shape[-1])
     own = None if lora_x is None else lora_x.reshape(rows.shape)
-    operand = weight_operand(weight) if isinstance(weight, PackedWeight) else DenseOperand(weight.mT)
+    operand = DenseOperand(weight.mT) if operand is None else operand
+    tensors = rows, a, b, bias, own
+    options = Options(float(scale), how, batch_invariant)
     if in_transform() or wants_gradient(operand.tensors):
-        y = _composed(rows, weight, a, b, bias, own, float(scale), how, batch_invariant)
+        y = _composed(rows, weight, a, b, bias, own, options)
+    elif not needs_dispatcher((*tensors, *operand.tensors)):
+        y, _ = _forward(operand, *tensors, options, needs_u=False)
+    elif not needs_dispatcher((*tensors, *operand.tensors), records=False):
+        y = _Recorded.apply(operand, options, *tensors)  # type: ignore[no-untyped-call]
     else:
         parts = list(operand.tensors), operand.sizes, operand.text
-        arguments = (rows, *parts, a, b, bias, own, float(scale), how, batch_invariant)
-        seen = needs_dispatcher((rows, a, b, bias, own, *operand.tensors))
-        y = (torch.ops.gemmery.lora_linear if seen else _run)(*arguments)[0]
+        y, _ = torch.ops.gemmery.lora_linear(rows, *parts, a, b, bias, own, *options)
     return y.reshape(*x.shape[:-1], b.shape[0])
 
 
+class Options(NamedTuple):
+    """Of `lora_linear`."""
+
+    scale: float
+    precision: AskedPrecision
+    batch_invariant: bool
+
+
 def _composed(
-    x: Tensor, weight: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, lora_x: Tensor | None, scale: float,
-    precision: AskedPrecision, batch_invariant: bool,
+    x: Tensor, weight: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, lora_x: Tensor | None, options: Options
 ) -> Tensor:  # fmt: skip
     """The same in products of which each is differentiated by itself, for transforms and weights with a gradient."""
-    how: dict[str, Any] = {"precision": precision, "batch_invariant": batch_invariant}
+    how: dict[str, Any] = {"precision": options.precision, "batch_invariant": options.batch_invariant}
     # The columns of x are in its order already.
     weight = weight.unpermuted() if isinstance(weight, PackedWeight) else weight
     with torch.autocast(x.device.type, enabled=False):
-        u = linear(x if lora_x is None else lora_x, a.to(x.dtype), **how) * scale
+        u = linear(x if lora_x is None else lora_x, a.to(x.dtype), **how) * options.scale
         z = linear(u, b.to(x.dtype), None if bias is None else bias.to(x.dtype), **how)
         made: Tensor = linear(x, weight, z, **how)
     return made
@@ -135,22 +162,23 @@ def _composed(
 
 
 def _given(
-    x: Tensor, weight: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, lora_x: Tensor | None
-) -> dict[str, Tensor]:
+    x: Tensor, weight: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, lora_x: Tensor | None,
+    operand: Operand | None,
+) -> dict[str, Tensor]:  # fmt: skip
     """The tensors by name, after a look at what and where they are."""
     given = {"x": x, "weight": weight, "a": a, "b": b}
     given |= {name: value for name, value in (("bias", bias), ("lora_x", lora_x)) if value is not None}
-    parts = weight_operand(weight).tensors if isinstance(weight, PackedWeight) else ()
-    if is_sharded((*given.values(), *parts)):
+    if is_sharded((*given.values(), *(() if operand is None else operand.tensors))):
         raise ValueError(
             f"{_OP}: a tensor is a DTensor; give local ones (to_local), or use gemmery.linear for each product"
         )
+    device = x.device if isinstance(x, Tensor) else None
     for name, value in given.items():
         if name != "weight":
             check_not_packed(_OP, name, value, "the weight")
         if not isinstance(value, PackedWeight):
             check_tensor(_OP, name, value)
-        if value.device != x.device:
+        if value.device != device:
             raise ValueError(
                 f"{_OP}: x is on {x.device} and {name} on {value.device}; they must be on one device"
             )
@@ -158,11 +186,12 @@ def _given(
 
 
 def _lowered(
-    x: Tensor, weight: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, lora_x: Tensor | None, dtype: torch.dtype
+    x: Tensor, weight: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, lora_x: Tensor | None,
+    operand: Operand | None, dtype: torch.dtype,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Tensors in the type that autocast asks for, except those of float32 which are rounded later."""
-    if isinstance(weight, PackedWeight):
-        weight_operand(weight).lowered(_OP, ("x", "weight"), dtype)
+    if operand is not None:
+        operand.lowered(_OP, ("x", "weight"), dtype)
     else:
         weight = weight.to(dtype)
     small = [None if t is None else t if t.dtype == torch.float32 else t.to(dtype) for t in (a, b, bias)]
@@ -218,19 +247,48 @@ def _thin(factor: Tensor, x: Tensor, scale: float, precision: Any, batch_invaria
     return addmm(made, factor, x.mT, beta=0, alpha=scale, out=made, precision=precision)
 
 
+def _forward(
+    operand: Operand, x: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, lora_x: Tensor | None, options: Options,
+    *, needs_u: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """The result (M, N), and u (r, M), or None where it is not needed."""
+    scale, precision, batch_invariant = options
+    how: dict[str, Any] = {"precision": precision, "batch_invariant": batch_invariant}
+    kind = x.dtype
+    with inner_products(x):
+        a, b, bias = a.to(kind), b.to(kind), None if bias is None else bias.to(kind)
+        merges = lora_x is None and not batch_invariant and x.shape[0] >= MANY and _merges(operand, x)
+        u = None
+        if needs_u or not merges:
+            u = _thin(a, x if lora_x is None else lora_x, scale, precision, batch_invariant)
+        if merges:
+            return linear(x, _merged(operand, a, b, scale), bias, **how), u
+        assert u is not None
+        z = matmul(u.mT, b.mT, bias=bias, **how)
+        weight = operand.matrix.mT if operand.is_dense else operand.weight  # type: ignore[attr-defined]  # of a packed one
+        return linear(x, weight, epilogue=RESIDUAL, args=(z,), **how), u
+
+
 def _run(
     x: Tensor, weight: list[Tensor], sizes: list[int], text: str, a: Tensor, b: Tensor, bias: Tensor | None,
     lora_x: Tensor | None, scale: float, precision: AskedPrecision, batch_invariant: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The result (M, N), and u (r, M)."""
-    operand = rebuild(text, weight, sizes)
-    how: dict[str, Any] = {"precision": precision, "batch_invariant": batch_invariant}
-    with inner_products(x):
-        kind = x.dtype
-        u = _thin(a.to(kind), x if lora_x is None else lora_x, scale, precision, batch_invariant)
-        z = matmul(u.mT, b.to(kind).mT, bias=None if bias is None else bias.to(kind), **how)
-        weight_of = operand.matrix.mT if operand.is_dense else operand.weight  # type: ignore[attr-defined]  # of a packed one
-        return linear(x, weight_of, epilogue=RESIDUAL, args=(z,), **how), u
+    """`_forward`, as the operator has it."""
+    options = Options(scale, precision, batch_invariant)
+    y, u = _forward(rebuild(text, weight, sizes), x, a, b, bias, lora_x, options, needs_u=True)
+    assert u is not None
+    return y, u
+
+
+def _merges(operand: Operand, x: Tensor) -> bool:
+    """Whether a kernel unpacks the weight, which adds the adapter meanwhile."""
+    return isinstance(operand, PackedOperand) and devices.current(x.device) is not None
+
+
+def _merged(operand: Operand, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """`weight + scale * b @ a`, (N, K)."""
+    assert isinstance(operand, PackedOperand)
+    return unpacked(operand.weight, LowRank(b, a, scale))
 
 
 def _turned(b: Tensor, dtype: torch.dtype) -> Tensor:
@@ -242,12 +300,14 @@ def _unpacked(operand: Operand) -> Tensor:
     """The weight (N, K)."""
     if operand.is_dense:
         return operand.matrix.mT
+    if isinstance(operand, PackedOperand):
+        return unpacked(operand.weight)
     return type(operand)(operand.weight, True).loadable().matrix  # type: ignore[attr-defined,call-arg]  # of a packed one
 
 
 def _backward(
-    grad: Tensor, x: Tensor | None, weight: list[Tensor], sizes: list[int], text: str, a: Tensor, b: Tensor,
-    u: Tensor | None, bias: Tensor | None, scale: float, precision: AskedPrecision, apart: bool, wanted: list[bool],
+    operand: Operand, grad: Tensor, x: Tensor | None, a: Tensor, b: Tensor, u: Tensor | None, bias: Tensor | None,
+    scale: float, precision: AskedPrecision, apart: bool, wanted: list[bool],
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of x, a, b, bias and `lora_x`; those that are not wanted are empty.
 
@@ -260,7 +320,8 @@ def _backward(
     kind = grad.dtype
     how: dict[str, Any] = {"precision": precision}
     with inner_products(grad):
-        needs_v = wanted[1] or wanted[4] or (wanted[0] and not apart)
+        merges = not apart and _merges(operand, grad)
+        needs_v = wanted[1] or wanted[4] or (wanted[0] and not apart and not merges)
         v = _thin(_turned(b, kind), grad, scale, precision) if needs_v else grad.new_empty(0)
         if wanted[2]:
             assert u is not None
@@ -272,14 +333,22 @@ def _backward(
             matmul(v, x, out=of_a, out_dtype=a.dtype, **how)
         if wanted[4]:
             matmul(v.mT, a.to(kind), out=of_lora_x, **how)
-        if wanted[0] and not apart:
+        if wanted[0] and merges:
+            matmul(grad, _merged(operand, a.to(kind), b.to(kind), scale), out=of_x, **how)
+        elif wanted[0] and not apart:
             z = matmul(v.mT, a.to(kind), **how)
-            dense = _unpacked(rebuild(text, weight, sizes))
             # Not to z itself: kernels that may store an element twice could not add to it.
-            matmul(grad, dense, epilogue=RESIDUAL, args=(z,), out=of_x, **how)
+            matmul(grad, _unpacked(operand), epilogue=RESIDUAL, args=(z,), out=of_x, **how)
         elif wanted[0]:
-            matmul(grad, _unpacked(rebuild(text, weight, sizes)), out=of_x, **how)
+            matmul(grad, _unpacked(operand), out=of_x, **how)
     return [of_x, of_a, of_b, of_bias, of_lora_x]
+
+
+def _run_backward(
+    grad: Tensor, x: Tensor | None, weight: list[Tensor], sizes: list[int], text: str, *others: Any
+) -> list[Tensor]:
+    """`_backward`, as the operator has it."""
+    return _backward(rebuild(text, weight, sizes), grad, x, *others)
 
 
 def _empty(grad: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, wanted: list[bool]) -> list[Tensor]:
@@ -291,6 +360,51 @@ def _empty(grad: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, wanted: list
         grad.new_empty(shape if needed else 0, dtype=dtype)
         for shape, dtype, needed in zip(shapes, types, wanted, strict=True)
     ]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Where autograd alone wants to see a call, which takes the host a third of the operators' time
+
+
+class _Recorded(torch.autograd.Function):
+    """`_forward` and `_backward`, as autograd records them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, operand: Operand, options: Options, x: Tensor, a: Tensor, b: Tensor, bias: Tensor | None,
+        lora_x: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        y, u = _forward(operand, x, a, b, bias, lora_x, options, needs_u=ctx.needs_input_grad[4])
+        ctx.operand, ctx.options = operand, options
+        _keep(ctx, x, operand.tensors, a, b, bias, lora_x, u, ctx.needs_input_grad[3])
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        if grad is None:
+            return (None,) * 7
+        own, a, b, u, *parts = ctx.saved_tensors
+        operand, wanted = ctx.operand, list(ctx.needs_input_grad[2:])
+        if not all(x is y for x, y in zip(parts, operand.tensors, strict=True)):
+            operand = rebuild(operand.text, parts, operand.sizes)
+        given = a, b, u, ctx.bias_like, ctx.options.scale, ctx.options.precision, ctx.apart, wanted
+        if torch.is_grad_enabled():
+            # Of the operator torch knows that it has no gradient.
+            found = torch.ops.gemmery.lora_backward(grad, own, parts, operand.sizes, operand.text, *given)
+        else:
+            found = _backward(operand, grad, own, *given)
+        return None, None, *[value if needed else None for value, needed in zip(found, wanted, strict=True)]
+
+
+def _keep(
+    ctx: Any, x: Tensor, weight: Sequence[Tensor], a: Tensor, b: Tensor, bias: Tensor | None, lora_x: Tensor | None,
+    u: Tensor | None, needs_a: bool,
+) -> None:  # fmt: skip
+    """Keep what a backward pass needs."""
+    ctx.apart, ctx.bias_like = lora_x is not None, None if bias is None else bias.new_empty(0)
+    own = x if lora_x is None else lora_x
+    ctx.save_for_backward(own if needs_a else None, a, b, u, *weight)
+    ctx.set_materialize_grads(False)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -316,12 +430,8 @@ def _needs(ctx: Any) -> list[bool]:
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, weight, ctx.sizes, ctx.text, a, b, bias, lora_x, ctx.scale, ctx.precision, _ = inputs
-    ctx.apart, ctx.bias_like = lora_x is not None, None if bias is None else bias.new_empty(0)
-    own = x if lora_x is None else lora_x
-    kept = own if a.requires_grad else None, a, b, output[1] if b.requires_grad else None
-    ctx.save_for_backward(*kept, *weight)
+    _keep(ctx, x, weight, a, b, bias, lora_x, output[1] if b.requires_grad else None, a.requires_grad)
     ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
@@ -369,7 +479,7 @@ _OPERATORS: dict[str, tuple[str, Any, Any]] = {
     "lora_backward": (
         f"(Tensor grad, Tensor? x, {_WEIGHT}, Tensor? u, Tensor? bias, float scale, str precision, bool apart, "
         "bool[] wanted) -> Tensor[]",
-        _backward,
+        _run_backward,
         _backward_fake,
     ),
 }

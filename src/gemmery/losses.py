@@ -45,10 +45,10 @@ def linear_cross_entropy(
     """`cross_entropy(linear(input, linear_weight, linear_bias), target)`, without the logits in memory.
 
     It follows torch's `linear_cross_entropy`. The forward pass is one product whose epilogue reduces rows. The backward
-    pass computes the logits again, `chunk_size` classes at a time, with three products per block. It needs memory for
-    the gradients and for one such block, and none that grows with tokens times classes (as in Wijmans et al., "Cut Your
-    Losses in Large-Vocabulary Language Models", 2024). All sums are in float32 and have a fixed order, so every run
-    gives the same bits. Nothing waits for the GPU.
+    pass computes the logits again, a block of classes at a time, with three products per block. It needs memory for
+    the gradients and for at most one such block, and none that grows with tokens times classes (as in Wijmans et
+    al., "Cut Your Losses in Large-Vocabulary Language Models", 2024). All sums are in float32 and have a fixed order,
+    so every run gives the same bits. Nothing waits for the GPU.
 
     Args:
         input: (..., K) in float16, bfloat16, float32 or float64, any strides.
@@ -63,7 +63,7 @@ def linear_cross_entropy(
         softcap: use `softcap * tanh(logits / softcap)` in place of the logits, as in Gemma 2.
         z_loss: add `z_loss * logsumexp(logits) ** 2` to each loss, as in PaLM; with "mean", its mean over the targets
             that are not ignored.
-        chunk_size: the number of classes whose logits' gradient is in memory at a time; chosen by default.
+        chunk_size: the most classes whose logits' gradient is in memory at a time; chosen by default.
         precision: how float32 is multiplied, see `gemmery.matmul`.
 
     Returns:

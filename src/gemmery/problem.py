@@ -14,7 +14,7 @@ import torch
 
 from . import schedules
 from .devices import Device
-from .dtypes import Precision
+from .dtypes import OUT_DTYPES, Precision
 from .operands.base import Layout, Spec, Traced
 
 
@@ -104,6 +104,17 @@ class Problem:
     def wants_subtiles(self) -> bool:
         """Whether a traced epilogue takes many registers: for more as large as the output, or for random numbers."""
         return self.fusion is not None and bool(self.fusion.matrix_operands or self.fusion.draws)
+
+    @property
+    def wants_room(self) -> bool:
+        """Whether a tile's end takes more than usual: registers, see `wants_subtiles`, or shared memory.
+
+        Elements that are wider than those of the operands' usual result take more of it, and so does a matrix that is
+        added: Triton moves each block of it through shared memory.
+        """
+        is_stored = self.fusion is None or self.fusion.stores
+        is_wide = is_stored and self.out.dtype.itemsize > OUT_DTYPES[self.a.dtype][0].itemsize
+        return self.wants_subtiles or self.epilogue == "add_matrix" or is_wide
 
     @property
     def layouts(self) -> tuple[Layout, ...]:

@@ -165,12 +165,48 @@ def test_backward_twice():
     assert all(map(torch.equal, first, torch.autograd.grad(loss, [x, weight])))
 
 
-def test_blocks_cover_all_columns():
-    for rows, classes in [(1, 5), (8192, 131072), (8192, 128257), (1 << 20, 50257), (16, 1 << 24)]:
-        step = logits.columns_at_a_time(rows, classes)
-        assert 0 < step <= classes
-        assert step == classes or step % 256 == 0
-        assert rows * step <= max(logits.BLOCK + 256 * rows, 1280 * rows)
+@pytest.mark.parametrize("most", [None, 1, 777, 8192])
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_blocks_cover_all_columns(most, is_kept):
+    sizes = [
+        (1, 5, 7), (8192, 131072, 4096), (8192, 128257, 4096), (1 << 20, 50257, 64), (16, 1 << 20, 8), (0, 9, 4),
+        (9, 4, 0),
+    ]  # fmt: skip
+    for rows, classes, features in sizes:
+        blocks = list(logits.blocks_of(rows, classes, features, most, is_kept=is_kept))
+        assert [x.columns.start for x in blocks] == [0, *(x.columns.stop for x in blocks[:-1])]
+        assert blocks[-1].columns.stop == classes
+        for columns, place in blocks:
+            width = columns.stop - columns.start
+            elements = rows * -(-width // 16) * 16
+            assert 0 < width <= (classes if most is None else most)
+            if place is not None:
+                # Behind the rows that are made of it, and within the gradient.
+                assert is_kept
+                assert columns.stop * features <= place <= classes * features - elements
+            elif most is None:
+                assert elements <= max(logits.LAST_BLOCK if is_kept else logits.OWN_BLOCK, 1024 * rows)
+
+
+def test_large_blocks_take_no_memory_of_their_own():
+    blocks = list(logits.blocks_of(8192, 131072, 4096, None, is_kept=True))
+    assert [x.place is None for x in blocks] == [False] * 11 + [True] * 3
+    assert {x.columns.stop - x.columns.start for x in blocks[:5]} == {16384}
+
+
+@pytest.mark.parametrize("dtype", [F32, torch.float64])
+def test_blocks_in_the_gradient_are_not_overwritten_too_early(dtype, monkeypatch):
+    for name in ("BLOCK", "LAST_BLOCK"):
+        monkeypatch.setattr(logits, name, 1 << 10)
+    monkeypatch.setattr(logits, "_FEWEST", 16)
+    monkeypatch.setattr(logits, "_MULTIPLE", 16)
+    x, weight, target, *_ = inputs(12, 400, 64, dtype)
+    blocks = list(logits.blocks_of(12, 400, 64, None, is_kept=True))
+    assert sum(block.place is not None for block in blocks) > 2
+    found = grads_of(linear_cross_entropy(x, weight, target), [x, weight])
+    wanted = grads_of(torch.nn.functional.cross_entropy(x @ weight.T, target), [x, weight])
+    for grad, want in zip(found, wanted, strict=True):
+        torch.testing.assert_close(grad, want)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -26,6 +26,13 @@ def test_types(dtype, limit):
     assert max(errors(linear_cross_entropy, "bias", 37, 289, 24, dtype, chunk_size=128)) < limit
 
 
+@pytest.mark.parametrize(("dtype", "limit"), [(BF16, 1e-2), (F32, 1e-5)], ids=str)
+def test_blocks_that_lie_in_the_gradient_of_the_weight(dtype, limit):
+    blocks = [block.place for block in logits.blocks_of(13, 289, 72, 64, is_kept=True)]
+    assert len(blocks) - blocks.count(None) == 4
+    assert max(errors(linear_cross_entropy, "bias", 13, 289, 72, dtype, chunk_size=64)) < limit
+
+
 def test_the_same_bits_each_time_and_in_a_forward_pass_alone():
     x, weight, target, bias, _ = inputs(37, 289, 24, BF16, bias=True)
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import gemmery
-from gemmery.operands.packed import unpacked
+from gemmery import lora
+from gemmery.operands.packed import LowRank, unpacked
 from tests.lora import CASES, WEIGHTS, errors, inputs
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
@@ -20,6 +21,23 @@ def seeded():
 @pytest.mark.parametrize("format", ["dense", "int4", "nf4"])
 def test_result_and_gradients(format, case):
     assert max(errors(*inputs((3, 7), 48, 200, 8, BF16, format=format, adapter=F32, case=case))) < 1e-2
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("format", ["int4", "nf4", "nvfp4", "e4m3"])
+def test_a_weight_that_is_unpacked_in_both_passes(format, case, monkeypatch):
+    monkeypatch.setattr(lora, "MANY", 1)
+    assert max(errors(*inputs((3, 7), 48, 200, 8, BF16, format=format, adapter=F32, case=case))) < 1e-2
+
+
+@pytest.mark.parametrize("rank", [1, 5, 40, 100])
+def test_a_product_of_low_rank_is_added_before_rounding(rank):
+    dense, left, right = torch.randn(40, 200), torch.randn(40, rank).half(), torch.randn(rank, 200).half()
+    weight = gemmery.quantize(dense, "int4", group_size=128, dtype=F16)
+    found = unpacked(weight, LowRank(left, right, 1e-3))
+    wanted = weight.dequantize(F64) + 1e-3 * left.double() @ right.double()
+    torch.testing.assert_close(found.double(), wanted, rtol=2.0**-10.9, atol=1e-6)
 
 
 @pytest.mark.parametrize("format", sorted(set(WEIGHTS) - {"dense", "int4", "nf4"}))

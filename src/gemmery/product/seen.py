@@ -15,11 +15,15 @@ PLAIN = (Tensor, torch.nn.Parameter)
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 
 
-def needs_dispatcher(tensors: Iterable[Tensor | None]) -> bool:
-    """Whether something in torch wants to see a call with these tensors."""
+def needs_dispatcher(tensors: Iterable[Tensor | None], *, records: bool = True) -> bool:
+    """Whether something in torch wants to see a call with these tensors.
+
+    Args:
+        records: whether that is so where autograd records the call, and nothing else wants to see it.
+    """
     if is_compiling() or _len_torch_dispatch_stack() or _are_functorch_transforms_active():
         return True
-    grad = torch.is_grad_enabled()
+    grad = records and torch.is_grad_enabled()
     return any(
         tensor is not None
         and (

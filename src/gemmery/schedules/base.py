@@ -148,6 +148,17 @@ class Schedule:
         """For which numbers of rows its configs are considered, of a problem that it suits."""
         return np.ones(np.shape(rows), bool)
 
+    def has_room(self, problem: Problem, space: Space) -> np.ndarray:
+        """Which configs' blocks fit into shared memory, with what of a tile is stored, as far as sizes tell.
+
+        A kernel has the last word when it is compiled. But a config that never runs may not stand for others on a
+        shortlist.
+
+        Args:
+            space: configs that are all of this schedule.
+        """
+        return np.ones(len(space), bool)
+
     def repeats(self, problem: Problem, rows: Ints, config: Config | Space) -> np.ndarray:
         """For which numbers of rows, and of which configs, tiles overlap, so that elements are computed twice.
 

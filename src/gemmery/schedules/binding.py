@@ -168,8 +168,8 @@ def epilogue_subtiles(problem: Problem, config: Config) -> int:
         return 1
     if problem.paired:
         # Half of a tile's columns are stored then, and parts of K are added by columns.
-        return 2 if problem.wants_subtiles and config.split_k == 1 and config.main_n >= 128 else 1
-    return 4 if problem.wants_subtiles and config.main_n >= 128 else 2
+        return 2 if problem.wants_room and config.split_k == 1 and config.main_n >= 128 else 1
+    return 4 if problem.wants_room and config.main_n >= 128 else 2
 
 
 def refusal_of(problem: Problem, config: Config) -> str | None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..kernels import gemm
-from .binding import Binding
+from .binding import Binding, epilogue_subtiles
 from .cost import ELEMENT, FUNCTION, STORE, Floats, calls_of, fitted
 from .tile import Tile
 from .walk import Ints, Walk, in_turn, whole_tiles
@@ -44,6 +44,16 @@ class Persistent(Tile):
     def resident(self, problem: Problem, columns: Space | Config, stage: Any) -> Any:
         """One, whatever it leaves room for: it loads its next tile while it stores this one."""
         return 1
+
+    def has_room(self, problem: Problem, space: Space) -> np.ndarray:
+        """See `Schedule.has_room`. The next tile is loaded while this one is stored, so they share no memory."""
+        p, s = problem, space
+        stages = (s.block_m * p.a.dtype.itemsize + s.block_n * p.b.bits / 8) * s.block_k * s.num_stages
+        subtiles = np.array([epilogue_subtiles(p, config) for config in s.configs])
+        # A matrix that is added passes through memory of its own. Exact for what Triton 3.7 compiles for Hopper.
+        held = 0 if p.fusion is not None and not p.fusion.stores else 1 + (p.epilogue == "add_matrix")
+        stored = s.block_m * s.block_n / subtiles / (2 if p.paired else 1) * p.out.dtype.itemsize * held
+        return np.asarray((stages + stored < p.device.target.shared) | (s.loader != "descriptor"))
 
     def around(self, work: Floats, together: Floats, start: float, store: Floats) -> Floats:
         """See `Tile.around`."""

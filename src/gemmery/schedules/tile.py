@@ -131,6 +131,17 @@ class Tile(Schedule):
         fit = np.minimum(fit, THREADS // threads)
         return np.maximum(np.floor(fit), 1)
 
+    def has_room(self, problem: Problem, space: Space) -> np.ndarray:
+        """See `Schedule.has_room`. A tile is stored through its stages' memory, but not one of wide elements at once.
+
+        That is what Triton 3.7 compiles for Hopper.
+        """
+        p, s = problem, space
+        stages = (s.block_m * p.a.dtype.itemsize + s.block_n * p.b.bits / 8) * s.block_k * s.num_stages
+        is_beside = p.out.dtype.itemsize > 2 and p.a.dtype.itemsize <= 2 and p.fusion is None and p.addend is None
+        stored = s.block_m * s.block_n * p.out.dtype.itemsize * ~s.split_store * is_beside
+        return np.asarray((stages + stored < p.device.target.shared) | (s.loader != "descriptor"))
+
     def around(self, work: Floats, together: Floats, start: float, store: Floats) -> Floats:
         """Seconds before the first step and behind the last one of the tiles of a multiprocessor."""
         return np.asarray(np.ceil(work / together) * (start + store))

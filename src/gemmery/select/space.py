@@ -32,7 +32,7 @@ class Tile:
             loads take registers that this tile does not leave.
         splits: also considered with its tiles cut along K.
         strided: considered only for matrices that descriptors can't take.
-        blocks: considered only for epilogues that read or write whole matrices.
+        blocks: considered only where the end of a tile takes much, see `Problem.wants_room`.
         numerics: configs of one kind with the same number here give the same bits, as long as K is not cut.
     """
 
@@ -170,7 +170,7 @@ class Space:
         found = np.ones((len(M), len(self)), bool)
         for name, (places, own) in self.by_schedule.items():
             schedule = schedules.of(name)
-            found[:, places] = schedule.considers(problem, M)
+            found[:, places] = schedule.considers(problem, M) & schedule.has_room(problem, own)
             if problem.a.is_summed:
                 found[:, places] &= ~schedule.repeats(problem, M, own)
         if problem.a.shards > 1:
@@ -195,7 +195,7 @@ def _space(
         whole: leave out configs that cut K.
         names: schedules that are considered.
         forms: how the operands lie.
-        blocks: whether the epilogue reads or writes whole matrices.
+        blocks: see `Problem.wants_room`.
     """
     entries = []
     codes: dict[object, int] = {}
@@ -242,7 +242,7 @@ def space_of(problem: Problem) -> Space:
         problem.batch_invariant or problem.K == 0,
         tuple(name for name, schedule in schedules.REGISTRY.items() if schedule.suits(problem)),
         Forms.of(problem),
-        problem.wants_subtiles,
+        problem.wants_room,
     )
 
 

@@ -8,7 +8,7 @@ A row reads `MxNxK group_m num_warps num_stages efficiency` and then, where they
 - `strided`: considered only for matrices that descriptors can't take;
 - `apart`: it sums in another order than its family's other rows, as those do that have too few rows for the family's
   matrix instruction, or it is not known to sum in theirs;
-- `blocks`: considered only where an epilogue reads or writes whole matrices, for which it needs shared memory;
+- `blocks`: considered only where the end of a tile takes much shared memory, see `Problem.wants_room`;
 - `stream`: see `Config`; rows of a schedule are considered where it suits, see `schedules`.
 
 The efficiency is the part of the device's achievable rate that the tile's main loop reaches once it is running: fitted
