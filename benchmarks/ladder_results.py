@@ -6,6 +6,8 @@ Each rung's record keeps what ran where and when; rungs that no run has stay as 
 """
 
 import argparse
+import ast
+import hashlib
 import json
 import sys
 from pathlib import Path
@@ -13,6 +15,21 @@ from typing import Any
 
 OUT = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "ladder"
 HEADER = ("gpu", "torch", "triton", "cuda", "commit", "date")
+
+
+def code_digest(path: Path) -> str:
+    """A digest of a rung's code, without its docstrings, comments and empty lines: none of these changes a result."""
+    text = path.read_text(encoding="utf-8")
+    told: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        if (
+            isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+            and ast.get_docstring(node) is not None
+        ):
+            told.update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+    code = [line for number, line in enumerate(text.splitlines(), 1) if number not in told and line.strip()]
+    kept = "\n".join(line for line in code if not line.lstrip().startswith("#"))
+    return hashlib.sha256(kept.encode()).hexdigest()
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -42,11 +59,14 @@ def main(arguments: list[str] | None = None) -> int:
     old = read(options.out / "rungs.json")
     records = {record["number"]: {"measured": header(old), **record} for record in old.get("rungs", [])}
     probes = read(options.out / "probes.json")
+    printed = {each["number"]: each for each in read(options.out / "printed.json").get("rungs", [])}
     last = old
     for folder in options.folders:
         found = read(folder / "rungs.json")
         last = found
         records |= {record["number"]: {"measured": header(found), **record} for record in found["rungs"]}
+        new = read(folder / "printed.json")
+        printed |= {each["number"]: {"measured": header(new), **each} for each in new.get("rungs", [])}
         sizes = read(folder / "sizes.json")
         if sizes.get("sizes"):
             write(options.out / "sizes.json", sizes)
@@ -56,6 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
         options.out / "rungs.json", header(last) | {"rungs": [records[number] for number in sorted(records)]}
     )
     write(options.out / "probes.json", probes)
+    write(options.out / "printed.json", {"rungs": [printed[number] for number in sorted(printed)]})
     return 0
 
 

@@ -20,7 +20,14 @@ from docs.hooks.rungs import Rung, rungs
 
 #: What a notebook begins with: it finds `_common` and the other rungs in the package.
 SETUP = """# On a hosted GPU, first: %pip install gemmery
+import os
 import sys
+
+import torch
+
+# Without a GPU, kernels run in Triton's interpreter. Triton reads this variable when it is imported.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 from gemmery.lab import ladder
 
