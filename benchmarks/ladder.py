@@ -6,7 +6,7 @@ Each job is a process of its own, so that one that fails or hangs takes nothing 
 
     rungs.json     the record of each rung, as of `benchmarks/rungs.py`
     sizes.json     speed over the size of square products: all rungs, torch and gemmery
-    probes.json    what single texts claim: tiles of rung 10, groups at odd sizes, configs and `tl.assume`, epilogues
+    probes.json    what single texts claim: tiles of rung 10, rows' alignment, groups, configs, epilogues
     printed.json   what each rung printed, which its notebook shows
     log.txt        what all jobs printed
 
@@ -290,30 +290,6 @@ def library(gemmery: ModuleType, a: Any, w: Any, out: Any) -> None:
     gemmery.matmul(a, w.T, out=out)
 
 
-def odd() -> dict[str, Any]:
-    """Rung 5 at sizes that divide by nothing: is it the order, or the code?"""
-    import _common
-    import torch
-
-    found = {}
-    for m, n, k in ((4001, 4099, 4093), (4001, 4099, 4096)):
-        a, w, out = _common.normal(m, k), _common.normal(n, k), _common.poisoned(m, n)
-        calls: dict[str, Callable[[], object]] = {
-            "torch": lambda a=a, w=w, out=out: torch.matmul(a, w.T, out=out)
-        }
-        calls["rung 4"] = lambda a=a, w=w, out=out: _common.rung(4).matmul(a, w.T, out)
-        for group in (1, 2, 3, 4, 8, 12, 16, 32):
-            calls[f"rung 5, groups of {group}"] = lambda a=a, w=w, out=out, group=group: _common.rung(
-                5
-            ).matmul(a, w.T, out, group=group)
-        for number in (6, 7):
-            product = product_of(number)
-            calls[f"rung {number}"] = lambda a=a, w=w, out=out, product=product: product(a, w, out)
-        times = timed(calls)
-        found[f"{m}x{n}x{k}"] = report(f"{m}x{n}x{k}", times, 2.0 * m * n * k)
-    return found
-
-
 def groups() -> dict[str, Any]:
     """Rung 5 at aligned sizes: what the order gains, and where."""
     import _common
@@ -470,7 +446,7 @@ def kernels_of(call: Callable[[], object]) -> list[str]:
 
 
 PROBES: dict[str, Callable[[], dict[str, Any]]] = {
-    "sizes": sizes, "tiles": tiles, "odd": odd, "groups": groups, "configs": configs, "epilogues": epilogues,
+    "sizes": sizes, "tiles": tiles, "groups": groups, "configs": configs, "epilogues": epilogues,
     "alignment": alignment,
 }  # fmt: skip
 
@@ -485,7 +461,7 @@ PREPARE: dict[str, Callable[[], None]] = {"sizes": prepare_sizes, "tiles": prepa
 ORDER = (
     ("rung 10", 60), ("rung 12", 60), ("rung 5", 60), ("rung 8", 60), ("rung 11", 60), ("rung 3", 40), ("rung 4", 40),
     ("rung 6", 60), ("rung 7", 60), ("rung 9", 60), ("rung 1", 40), ("rung 2", 40), ("sizes", 50), ("alignment", 30),
-    ("tiles", 60), ("groups", 20), ("epilogues", 40), ("odd", 40), ("configs", 60),
+    ("tiles", 60), ("groups", 20), ("epilogues", 40), ("configs", 60),
 )  # fmt: skip
 # Products of rungs 6 and 7 that a rung's measurement tunes: their configs are compiled many at a time.
 TUNED = {
@@ -551,6 +527,7 @@ def job(
         return [_common.Row(**row) for each in done for row in each["rows"]]
 
     module.check = checked
+    module.QUESTIONS = ()  # which the notebook asks by itself
     ready_file(result).touch()
     with gpu(seconds, until, lock), contextlib.redirect_stdout(io.StringIO()) as said:
         module.main(["--json", str(result)])

@@ -8,28 +8,38 @@ Each rung's record keeps what ran where and when; rungs that no run has stay as 
 import argparse
 import ast
 import hashlib
+import io
 import json
 import sys
+import tokenize
 from pathlib import Path
 from typing import Any
 
 OUT = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "ladder"
+#: Comments in a rung's file above its questions and exercises, and above what it measures.
+COURSE, CHECKS = "# Predict before you run, and exercises", "# The check and the measurement"
 HEADER = ("gpu", "torch", "triton", "cuda", "commit", "date")
 
 
 def code_digest(path: Path) -> str:
-    """A digest of a rung's code, without its docstrings, comments and empty lines: none of these changes a result."""
+    """A digest of the code that decides what a rung prints: without imports, questions, docstrings and comments."""
     text = path.read_text(encoding="utf-8")
-    told: set[int] = set()
+    lines = text.splitlines()
+    left_out = set(range(lines.index(COURSE) + 1, lines.index(CHECKS) + 1))
     for node in ast.walk(ast.parse(text)):
-        if (
+        told = (
             isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
             and ast.get_docstring(node) is not None
-        ):
-            told.update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
-    code = [line for number, line in enumerate(text.splitlines(), 1) if number not in told and line.strip()]
-    kept = "\n".join(line for line in code if not line.lstrip().startswith("#"))
-    return hashlib.sha256(kept.encode()).hexdigest()
+        )
+        part = node.body[0] if told else node
+        if told or isinstance(node, ast.Import | ast.ImportFrom):
+            left_out.update(range(part.lineno, (part.end_lineno or 0) + 1))
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column].rstrip()
+    kept = (line for number, line in enumerate(lines, 1) if number not in left_out and line)
+    return hashlib.sha256("\n".join(kept).encode()).hexdigest()
 
 
 def read(path: Path) -> dict[str, Any]:
