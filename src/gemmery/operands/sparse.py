@@ -377,7 +377,7 @@ class SparseOperand(Operand):
     def gradients(
         self, a: Tensor, grad: Tensor, multiply: Multiply, needs: tuple[bool, Sequence[bool]]
     ) -> tuple[Tensor | None, list[Tensor | None]]:
-        """Of a, and of the kept numbers: of the dense weight's gradient, the numbers in their places."""
+        """The gradients of a, and of the kept numbers: those of the dense weight in their places."""
         refuse_gradients(self.named("the weight"), [needs[1][0] and bool(self.weight.code), *needs[1][1:]])
         of_a: Tensor | None = None
         of_tensors: list[Tensor | None] = [None] * len(self.tensors)
