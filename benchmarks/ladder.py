@@ -1,23 +1,25 @@
 """Check the ladder's rungs on a GPU, time them beside cuBLAS and the library, and look into what their texts claim.
 
-python benchmarks/ladder.py [--out FOLDER] [--seconds 190] [--rounds 3] [--only JOB ...]
+python benchmarks/ladder.py [--out FOLDER] [--seconds 240] [--rounds 3] [--only JOB ...]
 
 Each job is a process of its own, so that one that fails or hangs takes nothing else with it. FOLDER gets
 
     rungs.json     the record of each rung, as of `benchmarks/rungs.py`
     sizes.json     speed over the size of square products: all rungs, torch and gemmery
-    probes.json    what single texts claim: tiles of rung 10, groups at odd sizes, configs and `tl.assume`, epilogues
+    probes.json    what single texts claim: tiles of rung 10, rows' alignment, groups, configs, epilogues
+    printed.json   what each rung printed, which its notebook shows
     log.txt        what all jobs printed
 
-First the rungs are checked, all at once, which also compiles what is timed afterwards. Then jobs come in the order of
-their worth, one at a time. Those for which no time is left are named at the end. While one is timed, the next one
-imports what it needs; a lock keeps it from the GPU.
+First all rungs are checked at once, and their measurements are rehearsed. This compiles what is timed afterwards. Then
+jobs run one at a time, in the order of their worth. Those for which no time is left are named at the end. While one is
+timed, the next one imports what it needs; a lock keeps it from the GPU.
 """
 
 import argparse
 import contextlib
 import fcntl
 import importlib.util
+import io
 import json
 import os
 import signal
@@ -32,10 +34,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
 TUTORIALS = ROOT / "tutorials"
-sys.path[:0] = [str(ROOT / "src"), str(TUTORIALS)]
+sys.path[:0] = [str(ROOT), str(ROOT / "src"), str(TUTORIALS)]
+
+from benchmarks.ladder_results import HEADER, code_digest  # noqa: E402
 
 # Squares, and the rungs that multiply.
 SIZES = (4096, 512, 1024, 2048, 3072, 8192)
@@ -125,12 +130,12 @@ def prepare_sizes() -> None:
     compile_all([*calls, *tuned_calls(4096, 4096, 4096)])
 
 
-def tuned_calls(m: int, n: int, k: int) -> list[Callable[[], object]]:
+def tuned_calls(m: int, n: int, k: int, numbers: Sequence[int] = (6, 7)) -> list[Callable[[], object]]:
     """Calls of rungs 6 and 7, one for each config."""
     import _common
 
     a, w, out = inputs(n, m, k)
-    modules = [(number, _common.rung(number)) for number in (6, 7)]
+    modules = [(number, _common.rung(number)) for number in numbers]
     return [
         config_call(number, module, config, a, w, out)
         for number, module in modules
@@ -285,30 +290,6 @@ def library(gemmery: ModuleType, a: Any, w: Any, out: Any) -> None:
     gemmery.matmul(a, w.T, out=out)
 
 
-def odd() -> dict[str, Any]:
-    """Rung 5 at sizes that divide by nothing: is it the order, or the code?"""
-    import _common
-    import torch
-
-    found = {}
-    for m, n, k in ((4001, 4099, 4093), (4001, 4099, 4096)):
-        a, w, out = _common.normal(m, k), _common.normal(n, k), _common.poisoned(m, n)
-        calls: dict[str, Callable[[], object]] = {
-            "torch": lambda a=a, w=w, out=out: torch.matmul(a, w.T, out=out)
-        }
-        calls["rung 4"] = lambda a=a, w=w, out=out: _common.rung(4).matmul(a, w.T, out)
-        for group in (1, 2, 3, 4, 8, 12, 16, 32):
-            calls[f"rung 5, groups of {group}"] = lambda a=a, w=w, out=out, group=group: _common.rung(
-                5
-            ).matmul(a, w.T, out, group=group)
-        for number in (6, 7):
-            product = product_of(number)
-            calls[f"rung {number}"] = lambda a=a, w=w, out=out, product=product: product(a, w, out)
-        times = timed(calls)
-        found[f"{m}x{n}x{k}"] = report(f"{m}x{n}x{k}", times, 2.0 * m * n * k)
-    return found
-
-
 def groups() -> dict[str, Any]:
     """Rung 5 at aligned sizes: what the order gains, and where."""
     import _common
@@ -416,8 +397,57 @@ def epilogues() -> dict[str, Any]:
     return found
 
 
+def alignment() -> dict[str, Any]:
+    """Rungs 8 and 10 where rows begin at multiples of 128 bytes, and where at multiples of 16; torch's kernels."""
+    import _common
+    import torch
+
+    import gemmery
+
+    rung, found = _common.rung(10), {}
+    for m, n, k in (
+        (4096, 4096, 4096),
+        (4096, 4096, 4064),
+        (4096, 4096, 4088),
+        (4001, 4104, 4096),
+        (4001, 4104, 4088),
+    ):
+        a, w, out = inputs(n, m, k)
+        calls: dict[str, Callable[[], object]] = {
+            "torch": lambda a=a, w=w, out=out: torch.matmul(a, w.T, out=out),
+            "gemmery": lambda a=a, w=w, out=out: library(gemmery, a, w, out),
+            "rung 8": lambda a=a, w=w, out=out: _common.rung(8).matmul(a, w, out),
+            "rung 10": lambda a=a, w=w, out=out: rung.matmul(a, w, out),
+        }
+        for tile in rung.SHOWN:
+            calls[f"rung 10, {tile.width} {'turns' if tile.turns else 'shared'}"] = (
+                lambda a=a, w=w, out=out, tile=tile: rung.matmul(a, w, out, tile)
+            )
+        calls = {name: call for name, call in calls.items() if runs(name, call)}
+        found[f"{m}x{n}x{k}"] = report(f"{m}x{n}x{k}", timed(calls), 2.0 * m * n * k)
+        kernels: list[str] = []
+        if runs(
+            "the profiler", lambda kernels=kernels, call=calls["torch"]: kernels.extend(kernels_of(call))
+        ):
+            print(f"  torch runs {', '.join(kernels)}", flush=True)
+        found[f"{m}x{n}x{k}"]["torch runs"] = kernels
+    return found
+
+
+def kernels_of(call: Callable[[], object]) -> list[str]:
+    """The names of the kernels that a call runs."""
+    import torch
+
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        call()
+        torch.cuda.synchronize()
+    return [event.name for event in profile.events() if "memset" not in event.name.lower()]
+
+
 PROBES: dict[str, Callable[[], dict[str, Any]]] = {
-    "sizes": sizes, "tiles": tiles, "odd": odd, "groups": groups, "configs": configs, "epilogues": epilogues,
+    "sizes": sizes, "tiles": tiles, "groups": groups, "configs": configs, "epilogues": epilogues,
+    "alignment": alignment,
 }  # fmt: skip
 
 #: What compiles what a probe times, before it has the GPU for itself.
@@ -429,12 +459,18 @@ PREPARE: dict[str, Callable[[], None]] = {"sizes": prepare_sizes, "tiles": prepa
 
 # By worth, with the seconds of the GPU that each may take.
 ORDER = (
-    ("tiles", 60), ("sizes", 50), ("rung 10", 40), ("rung 12", 40), ("rung 5", 30), ("groups", 20), ("rung 4", 20),
-    ("rung 3", 20), ("rung 8", 30), ("rung 9", 30), ("rung 11", 30), ("rung 1", 20), ("rung 2", 20), ("rung 7", 40),
-    ("rung 6", 40), ("epilogues", 40), ("configs", 60), ("odd", 60),
+    ("rung 10", 60), ("rung 12", 60), ("rung 5", 60), ("rung 8", 60), ("rung 11", 60), ("rung 3", 40), ("rung 4", 40),
+    ("rung 6", 60), ("rung 7", 60), ("rung 9", 60), ("rung 1", 40), ("rung 2", 40), ("sizes", 50), ("alignment", 30),
+    ("tiles", 60), ("groups", 20), ("epilogues", 40), ("configs", 60),
 )  # fmt: skip
-# Rungs whose check tunes for a minute. Their products are checked before they are timed, too.
-TUNED = ("rung 6", "rung 7")
+# Products of rungs 6 and 7 that a rung's measurement tunes: their configs are compiled many at a time.
+TUNED = {
+    "rung 6": (((4096, 4096, 4096), (6,)), ((4001, 4099, 4093), (6,))),
+    "rung 7": (((4096, 4096, 4096), (7,)), ((4001, 4099, 4093), (6, 7))),
+    "rung 8": (((4001, 4104, 4088), (7,)),),
+}
+# Seconds for a check and the rehearsal after it.
+CHECKING = 150
 
 
 @contextlib.contextmanager
@@ -462,10 +498,10 @@ def job(
         seconds: of the GPU.
         until: when all of it ends.
         check: if given, only a rung's check is done, beside other processes; of rung 10 that of the tile with this
-            number. Rungs that tune only compile what they time, for lack of time.
+            number.
     """
     # Whatever hangs ends in time.
-    signal.alarm(max(1, int(min(until - time.monotonic(), 600 if check is None else 90))))
+    signal.alarm(max(1, int(min(until - time.monotonic(), 600 if check is None else CHECKING))))
     import _common
 
     import gemmery  # noqa: F401
@@ -478,24 +514,68 @@ def job(
             result.write_text(json.dumps(PROBES[name]()) + "\n", encoding="utf-8")
         return
     module = _common.rung(int(name.split()[1]))
-    if check is not None and name in TUNED:
-        compile_all(tuned_calls(4001, 4099, 4093))
-        result.write_text(json.dumps({"rows": []}), encoding="utf-8")
-        return
     if check is not None:
-        if name == "rung 10":
-            module.CHECKED = module.CHECKED[check : check + 1]
-        module.main(["--json", str(result), "--check"])
+        check_rung(name, module, result, check)
         return
+
     # What the check said, if it was made before.
-    module.check = lambda: [
-        _common.Row(**row)
-        for done in sorted(result.parent.glob(f"{name}-check*.json"))
-        for row in json.loads(done.read_text(encoding="utf-8"))["rows"]
-    ]
+    def checked() -> list[Any]:
+        files = sorted(result.parent.glob(f"{name}-check*.json"))
+        done = [json.loads(path.read_text(encoding="utf-8")) for path in files]
+        for line in dict.fromkeys("".join(each["said"] for each in done).splitlines()):
+            print(line)
+        return [_common.Row(**row) for each in done for row in each["rows"]]
+
+    module.check = checked
+    module.QUESTIONS = ()  # which the notebook asks by itself
     ready_file(result).touch()
-    with gpu(seconds, until, lock):
+    with gpu(seconds, until, lock), contextlib.redirect_stdout(io.StringIO()) as said:
         module.main(["--json", str(result)])
+    print(said.getvalue())
+    record = json.loads(result.read_text(encoding="utf-8"))
+    result.write_text(json.dumps(record | {"printed": said.getvalue()}), encoding="utf-8")
+
+
+def check_rung(name: str, module: ModuleType, result: Path, part: int) -> None:
+    """Do a rung's check, and rehearse its measurement.
+
+    Args:
+        part: of rung 10's check, the number of the tile that is checked.
+    """
+    import _common
+
+    made = module.check
+    said = io.StringIO()
+
+    def check() -> list[Any]:
+        with contextlib.redirect_stdout(said):
+            rows: list[Any] = made()
+        # Each part has checked the protocol in Python; once is enough.
+        pairs = list(zip(rows[::2], rows[1::2], strict=True)) if name == "rung 10" else [tuple(rows)]
+        return [row for pair in pairs if not part or "emulated" not in pair[0].name for row in pair]
+
+    module.check = check
+    if name == "rung 10":
+        module.CHECKED = module.CHECKED[part : part + 1]
+    module.main(["--json", str(result), "--check"])
+    record = json.loads(result.read_text(encoding="utf-8"))
+    result.write_text(json.dumps(record | {"said": said.getvalue()}), encoding="utf-8")
+    if not _common.INTERPRETED and not part:
+        for shape, numbers in TUNED.get(name, ()):
+            compile_all(tuned_calls(*shape, numbers))
+        rehearse(module)
+
+
+def rehearse(module: ModuleType) -> None:
+    """Run a rung's measurement without timing anything, for what it compiles."""
+    import triton
+
+    def once(call: Callable[[], object], **_: Any) -> float:
+        call()
+        return 1.0
+
+    with mock.patch.object(triton.testing, "do_bench", once), contextlib.redirect_stdout(io.StringIO()):
+        module.bench()
 
 
 def ready_file(result: Path) -> Path:
@@ -562,7 +642,7 @@ def run_jobs(out: Path, seconds: float, rounds: int, only: Sequence[str]) -> int
         checks = [
             (name, part)
             for name, _ in jobs
-            if name not in PROBES and name != "rung 6"
+            if name not in PROBES
             for part in range(CHECKED if name == "rung 10" else 1)
         ]
         with lock.open("w") as held, ThreadPoolExecutor(2) as pool:
@@ -609,10 +689,17 @@ def write(out: Path, results: dict[str, Any]) -> None:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     run = describe_run(seed=0, rounds=5, regimes=[], device=device, peers=[])
-    header = {key: run[key] for key in ("gpu", "torch", "triton", "cuda", "commit", "date")}
-    records = [made for name, made in results.items() if name.startswith("rung") and made is not None]
+    header = {key: run[key] for key in HEADER}
+    made = [dict(made) for name, made in results.items() if name.startswith("rung") and made is not None]
+    made.sort(key=lambda record: int(record["number"]))
+    printed = [
+        {"number": number, "code": code_digest(RUNGS[number]), "text": record.pop("printed")}
+        for record in made
+        for number in [int(record["number"])]
+    ]
     files = {
-        "rungs": {"rungs": sorted(records, key=lambda record: int(record["number"]))},
+        "rungs": {"rungs": made},
+        "printed": {"rungs": printed},
         "sizes": {"sizes": results.get("sizes")},
         "probes": {
             name: results[name] for name in PROBES if name != "sizes" and results.get(name) is not None
@@ -628,7 +715,7 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")), metavar="FOLDER")
-    parser.add_argument("--seconds", type=float, default=190.0)
+    parser.add_argument("--seconds", type=float, default=240.0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="*", default=(), metavar="JOB")
     parser.add_argument("--job", help=argparse.SUPPRESS)

@@ -70,9 +70,23 @@ def dequantised(module: ModuleType, rows: int) -> Callable[[], object]:
     )  # fmt: skip
 
 
+def sparse(module: ModuleType, rows: int, fragments: bool) -> Callable[[], object]:
+    """Rung 12 with so many rows of x: with the weight in the order of the lanes, or expanded in registers."""
+    n = k = 8192
+    a, out = torch.empty(rows, k, dtype=torch.float16), torch.empty(rows, n, dtype=torch.float16)
+    if not fragments:
+        words = torch.empty(n, k // 16, dtype=torch.int16)
+        weight = module.Compressed(torch.empty(n, k // 2, dtype=torch.float16), words)
+        return lambda: module.expanded(a, weight, out)
+    codes = torch.empty(n // 16, k // 64, 32, dtype=torch.int32)
+    packed = module.Fragments(torch.empty(n // 16, k // 32, 32, 4, dtype=torch.int32), codes)
+    module.has_mma_sp = lambda: True
+    return lambda: module.matmul(a, packed, out)
+
+
 def cases() -> Iterator[tuple[int, str, str, Callable[[], object]]]:
     """Kernels: the rung, a name, the shape, and a call."""
-    rungs = {number: _common.rung(number) for number in (3, 4, 5, 6, 7, 8, 9, 10, 11)}
+    rungs = {number: _common.rung(number) for number in (3, 4, 5, 6, 7, 8, 9, 10, 11, 12)}
     rungs[7].num_sms = lambda device: SMS
     rungs[8].machine = lambda device: (SMS, rungs[8].CONFIGS[0])
     if hasattr(rungs[9], "machine"):
@@ -109,6 +123,15 @@ def cases() -> Iterator[tuple[int, str, str, Callable[[], object]]]:
         yield 9, name, "x".join(map(str, EVEN)), lambda name=name: rungs[9].linear(a, w, bias, name, out)
     for rows in (1, 16, 256):
         yield 11, f"{rows} row{'s' * (rows > 1)}", f"{rows}x8192x8192", dequantised(rungs[11], rows)
+    for rows in (1, 64):
+        yield (
+            12,
+            f"expanded, {rows} row{'s' * (rows > 1)}",
+            f"{rows}x8192x8192",
+            sparse(rungs[12], rows, False),
+        )
+    for rows in (1, 16, 64):
+        yield 12, f"mma.sp, {rows} row{'s' * (rows > 1)}", f"{rows}x8192x8192", sparse(rungs[12], rows, True)
     for tile in rungs[10].SHOWN:
         for given, more in ((None, ""), (bias, ", gelu")):
             yield (

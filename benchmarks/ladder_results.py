@@ -6,13 +6,40 @@ Each rung's record keeps what ran where and when; rungs that no run has stay as 
 """
 
 import argparse
+import ast
+import hashlib
+import io
 import json
 import sys
+import tokenize
 from pathlib import Path
 from typing import Any
 
 OUT = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "ladder"
+#: Comments in a rung's file above its questions and exercises, and above what it measures.
+COURSE, CHECKS = "# Predict before you run, and exercises", "# The check and the measurement"
 HEADER = ("gpu", "torch", "triton", "cuda", "commit", "date")
+
+
+def code_digest(path: Path) -> str:
+    """A digest of the code that decides what a rung prints: without imports, questions, docstrings and comments."""
+    text = path.read_text(encoding="utf-8")
+    lines = text.splitlines()
+    left_out = set(range(lines.index(COURSE) + 1, lines.index(CHECKS) + 1))
+    for node in ast.walk(ast.parse(text)):
+        told = (
+            isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+            and ast.get_docstring(node) is not None
+        )
+        part = node.body[0] if told else node
+        if told or isinstance(node, ast.Import | ast.ImportFrom):
+            left_out.update(range(part.lineno, (part.end_lineno or 0) + 1))
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column].rstrip()
+    kept = (line for number, line in enumerate(lines, 1) if number not in left_out and line)
+    return hashlib.sha256("\n".join(kept).encode()).hexdigest()
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -42,11 +69,14 @@ def main(arguments: list[str] | None = None) -> int:
     old = read(options.out / "rungs.json")
     records = {record["number"]: {"measured": header(old), **record} for record in old.get("rungs", [])}
     probes = read(options.out / "probes.json")
+    printed = {each["number"]: each for each in read(options.out / "printed.json").get("rungs", [])}
     last = old
     for folder in options.folders:
         found = read(folder / "rungs.json")
         last = found
         records |= {record["number"]: {"measured": header(found), **record} for record in found["rungs"]}
+        new = read(folder / "printed.json")
+        printed |= {each["number"]: {"measured": header(new), **each} for each in new.get("rungs", [])}
         sizes = read(folder / "sizes.json")
         if sizes.get("sizes"):
             write(options.out / "sizes.json", sizes)
@@ -56,6 +86,7 @@ def main(arguments: list[str] | None = None) -> int:
         options.out / "rungs.json", header(last) | {"rungs": [records[number] for number in sorted(records)]}
     )
     write(options.out / "probes.json", probes)
+    write(options.out / "printed.json", {"rungs": [printed[number] for number in sorted(printed)]})
     return 0
 
 

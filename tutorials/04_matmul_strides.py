@@ -33,15 +33,15 @@ through the TMA unit. On sizes that rung 3 supports this rung is no faster. What
 Strides and masks are the ones of any Triton or CUDA kernel; how BLAS libraries do the same for CPUs by packing:
 Van Zee and van de Geijn, "BLIS: A Framework for Rapidly Instantiating BLAS Functionality", TOMS 2015.
 
-**What it gained, and why.** It takes any matrix, and pays 6 to 10 % for it where rung 3 works, too.
+**What it gained, and why.** It takes any matrix, and pays 5 to 10 % for it where rung 3 works, too.
 `benchmarks/ladder_code.py` shows why: the copies are the same, eight times 16 bytes. But a step has 102 other
 instructions in place of 66: the masks, and pointers of 64 bits that move on.
 
 *Where it loses.* At 4001x4099x4093 it takes more than four times as long as at 4096. K is odd, so rows begin at odd
 addresses. Each number is loaded alone: 64 loads of 2 bytes and 64 writes to shared memory in the place of eight
-copies. Loads pass through registers, all 255 of a thread, so nothing is on its way while the tensor cores work:
-shared memory holds one step, and each step waits for all of its products. cuBLAS is no better off. It takes five
-times as long as at 4096, and this kernel reaches 0.87 of it. *If you choose the sizes, choose multiples of 8.*
+copies. Loads pass through registers, all 255 of a thread, so nothing is on its way while the tensor cores work: shared
+memory holds one step, and each step waits for all of its products. cuBLAS is no better off. It takes five times as
+long as at 4096, and this kernel reaches 0.90 of it. *If you choose the sizes, choose multiples of 8.*
 """
 
 from collections.abc import Callable, Sequence

@@ -26,22 +26,22 @@ tuner measures.
 Persistent threads: Gupta, Stuart, Owens, "A Study of Persistent Threads Style GPU Programming for GPGPU Workloads",
 InPar 2012. What else can be done about the last wave: Osama et al., "Stream-K", PPoPP 2023.
 
-**What it gained, and why.** It is 1.16 times as fast as rung 6 at 4096 and 8192, and reaches 0.96 to 0.99 of cuBLAS.
-The gain comes from flattening, not from the loop over tiles. With the same tile of 128 x 256 x 64 and 3 stages, at
-4096:
+**What it gained, and why.** It is 1.18 times as fast as rung 6 at 4096 and 1.29 times at 8192, and reaches 0.97 to
+0.98 of cuBLAS. The gain comes from flattening, not from the loop over tiles. With the same tile of 128 x 256 x 64 and
+3 stages, at 4096:
 
-    rung 6, a program a tile      228 µs
-    persistent, two loops         278 µs
-    persistent, flattened         197 µs        torch: 195 µs
+    rung 6, a program a tile      240 µs
+    persistent, two loops         270 µs
+    persistent, flattened         198 µs        torch: 194 µs
 
 With this tile, one program fills an SM, so the tensor cores have nothing to do while it begins and ends. Persistent
 programs alone change nothing about that, and they keep the addresses of both loops in registers: all 255. Flattened,
 the copies of the next tile begin while the last ones of this tile are multiplied.
 
-*Where it loses.* With a tile of 128 x 128, two programs fit on an SM and hide each other's beginning and end. There,
-rung 6 takes 268 µs and this rung, flattened, 276. At 4001x4099x4093 it takes 1.1 times as long as rung 6: nothing is
-copied ahead there, so there is nothing to flatten, and even a tile of 128 x 128 spills 728 bytes. And at 3072 there
-are 288 tiles of 128 x 256. They are 2.2 waves and take the time of 3: 0.74 of cuBLAS. Rung 10 solves that.
+*Where it loses.* With a tile of 128 x 128, two programs fit on an SM and hide each other's beginning and end. So
+flattening gains 3 % there, from 274 µs in rung 6 to 266. At 4001x4099x4093 the rung takes 1.1 times as long as rung 6:
+nothing is copied ahead there, so there is nothing to flatten, and even a tile of 128 x 128 spills 904 bytes. And at
+3072 there are 288 tiles of 128 x 256. They are 2.2 waves and take the time of 3: 0.74 of cuBLAS. Rung 10 solves that.
 """
 
 import functools

@@ -31,7 +31,7 @@ multiplied while the tile is stored.
 
 **Any width.** The tensor cores of Hopper multiply 64 rows of a by n rows of w, for every n that is a multiple of 8, up
 to 256 (`wgmma` of PTX). A tensor of Triton has a power of two of elements, so `tl.dot` offers only n = 8, 16 ... 256.
-Rung 8 loses for that reason where its tiles fill the last wave badly. An H200 has 132 multiprocessors. A product of
+Rung 8 loses for that reason where its tiles fill the last wave badly. An H100 has 132 multiprocessors. A product of
 1500x5760x2880 has 276 tiles of 128 x 256, which are 2.09 waves and take the time of 3. With 128 x 176 there are 396
 tiles, which are 3.00 waves of 0.69 of the width. cuBLAS takes this tile, too. Here the instruction is inline assembly.
 An accumulator is a tuple of tensors of 64 x 8. A thread has four numbers of each, in the order in which the instruction
@@ -57,30 +57,47 @@ roles begin.
 Warp specialisation on GPUs: Bauer, Cook, Khailany, "CudaDMA", SC 2011. Cooperative and ping-pong kernels on Hopper:
 NVIDIA, CUTLASS 3. The instructions: NVIDIA, "PTX ISA", wgmma and mbarrier.
 
-**What it gained, and why.** It is as fast as the library's kernel: 0.97 to 1.01 of its speed at each size that
-`benchmarks/ladder.py` times, and 0.95 to 1.00 of cuBLAS. Rung 8 is as fast at 4096 and 8192, but not at other sizes:
-this kernel reaches 0.94 of cuBLAS at 3072 and rung 8 reaches 0.76, and at 1024 they reach 0.93 and 0.54. No tile is
-the best one everywhere. A product of 1500x5760x2880 wants 176 columns, which fill three waves: the tile of 256 is
-1.39 times as slow there, and at 2048 the tile of 176 is 1.25 times as slow as those of 128 and 256.
+**What it gained, and why.** It is as fast as the library's kernel: 1.00, 1.01 and 1.00 times its speed at
+4096x4096x4096, 8192x8192x8192 and 1500x5760x2880, and 0.99, 0.98 and 1.00 of cuBLAS. Rung 8 is as fast at 4096 and
+8192, but not at other sizes: this kernel reaches 0.95 of cuBLAS at 3072 and rung 8 reaches 0.76, and at 1024 they
+reach 0.98 and 0.57. No tile is the best one everywhere. A product of 1500x5760x2880 wants 176 columns, which fill
+three waves: the tile of 256 is 1.37 times as slow there, and at 2048 the tile of 176 is 1.3 times as slow as those of
+128 and 256.
 
-Of the tiles for one product, waves decide first. Then what a stage loads does: some 60 bytes a clock come from L2 to
-a multiprocessor, and narrow tiles need more for their products. A step of 112 columns takes as long as one of 128. A
-stage has whole boxes of 64 rows of w, so 208 columns load as much as 256. The library asks for just as many rows as
-the tile has. `Tile.clocks` has these two rules and finds a tile within 1.4 % of the best one measured, for every
-product.
+Of the tiles for one product, waves decide first. Then the loads of a stage decide: L2 gives a multiprocessor a limited
+number of bytes a clock, and narrow tiles need more of them for their products. A step of 112 columns takes no less
+time than one of 128. A stage has whole boxes of 64 rows of w, so 208 columns load as much as 256. The library asks for
+just as many rows as the tile has. `Tile.clocks` has these two rules, with 60 bytes a clock, and finds a tile within 1
+% of the best one measured, for every product of the table.
 
-Taking turns pays with an epilogue. At 4096x14336x4096, gelu with bias costs next to nothing in turns: 718 µs with 176
-columns, where the bare product of rung 8 takes 714. Shared, with 256 columns, it takes 739. torch takes 830 µs for
-addmm and gelu.
+Taking turns pays with an epilogue. At 4096x14336x4096, bias and gelu in turns take 744 µs with 176 columns, no more
+than the bare product. Shared, with 256 columns, they take 774. torch takes 818 µs for addmm and gelu. Products as
+large as these make the GPU lower its clock, so times of that table are good to 6 %.
 
-*Where it loses.* Its host code is plain Python, and slow. Timed call by call, 1500x5760x2880 takes 89 µs, of which
-the GPU works for 69. At 4001x4104x4088, where rows have 8176 bytes and most pieces of 128 bytes lie in two cache
-lines, this kernel, rung 8 and gemmery's kernel all lose to cuBLAS.
+*Where it loses.* Rows of a and w should begin at multiples of 128 bytes. At 4001x4104x4088 a row has 8176 bytes. Then
+most pieces of 128 bytes that the TMA unit fetches lie in two cache lines, and the kernel drops to 0.68 of cuBLAS and
+to 0.82 of gemmery's. The last table shows how far the loads are the limit, at 4096x4096x4088. Divide the bytes that a
+multiprocessor loads for all its tiles by the time:
 
-It was also wrong at first. Tiles of 136 and 192 columns have three parts to store, an odd number. So a tile began
-with the slot with which the one before had ended, and filled it while it was still being stored. Most sizes have
-enough steps between two stores to hide this. The check with three steps a tile found it, in one run of two. Now the
-check repeats itself, and the protocol in Python has the slots, too.
+    width 128, turns     8 waves x 64 steps x 32 KB in 373 µs    45 bytes a nanosecond
+    width 176, turns     6 waves x 64 steps x 40 KB in 347 µs    45
+    width 256, shared    4 waves x 64 steps x 48 KB in 279 µs    45
+
+Whatever the tile, the rate is the same. With K = 4096, the narrow tile gets 81. cuBLAS loses nothing at
+4096x4096x4088: 194 µs. Its kernel has the same tile and the same number of stages. But as its name says,
+`128x256_64x4_2x1`, two multiprocessors form a cluster of 2 x 1. One load from L2 can serve both of them, so each one
+loads its own 128 rows of one operand and half of the 256 rows that they share: 32 KB a step, 43 bytes a nanosecond. At
+4001x4104x4088 it takes clusters of 1 x 2, which share the other operand. A step then loads 40 KB, and cuBLAS loses,
+too: 240 µs, where K = 4096 takes 203. gemmery has no clusters. It computes the transposed product there, in tiles that
+fill 4.00 waves, and takes 289 µs; this kernel, which cannot transpose, takes five waves.
+
+At 512 the kernel reaches 0.80 of gemmery's. Its smallest tile, 128 x 64, gives work to 32 multiprocessors, and the
+library has one of 64 x 32. At 3072 it reaches 0.96: gemmery takes tiles of 192 x 192 there, with three consumers.
+
+It was also wrong at first. Tiles of 136 and 192 columns have three parts to store, an odd number. So a tile began with
+the slot with which the one before had ended, and filled it while it was still being stored. Most sizes have enough
+steps between two stores to hide this. The check with three steps a tile found it, in one run of two. Now the check
+repeats itself, and the protocol in Python has the slots, too.
 """
 
 import functools

@@ -3,24 +3,35 @@
 python -m docs.hooks.notebooks FOLDER
 
 A notebook has the text and the code of the file: its explanation, its kernels, questions with their answers, its check
-and measurement, and its exercises. It imports gemmery, which brings the files that a rung needs.
+and measurement, and its exercises. It imports gemmery, which brings the files that a rung needs. It also has the output
+of the recorded run on a GPU, unless the rung's code has changed since then.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
+import itertools
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from docs.hooks.rungs import Rung, rungs
+from docs.hooks.rungs import Rung, asked, printed, rungs
 
 #: What a notebook begins with: it finds `_common` and the other rungs in the package.
 SETUP = """# On a hosted GPU, first: %pip install gemmery
+import os
 import sys
+
+import torch
+
+# Without a GPU, kernels run in Triton's interpreter. Triton reads this variable when it is imported.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 from gemmery.lab import ladder
 
@@ -29,14 +40,28 @@ sys.path.insert(0, str(ladder.tutorial_files()[{number}].parent))"""
 _HEAD = re.compile(r"^# -{20,}\n# (.+)\n", re.MULTILINE)
 
 
-def cell(kind: str, text: str) -> dict[str, Any]:
-    """A cell: "markdown" or "code"."""
+def cell(kind: str, text: str, output: str | None = "") -> dict[str, Any]:
+    """A cell.
+
+    Args:
+        kind: "markdown" or "code".
+        text: what is in it.
+        output: what its code has printed; None if the cell has not been run.
+    """
     made: dict[str, Any] = {
         "cell_type": kind,
         "metadata": {},
         "source": text.strip().splitlines(keepends=True),
     }
-    return made | ({"execution_count": None, "outputs": []} if kind == "code" else {})
+    if kind != "code":
+        return made
+    said = (
+        [{"output_type": "stream", "name": "stdout", "text": output.splitlines(keepends=True)}]
+        if output
+        else []
+    )
+    # `notebook` numbers the cells that were run.
+    return made | {"execution_count": None if output is None else 0, "outputs": said}
 
 
 def cells(rung: Rung) -> Iterator[dict[str, Any]]:
@@ -53,18 +78,32 @@ def cells(rung: Rung) -> Iterator[dict[str, Any]]:
     course = rung.code("course")
     for _, text in _sections(course):
         yield cell("code", text)
-    yield cell("code", "for question in QUESTIONS:\n    print(question.text)")
-    yield cell("code", "for question in QUESTIONS:\n    print(question.answer())")
+    questions, answers = (
+        "".join(f"{line}\n" for line in lines) for lines in zip(*asked()[rung.number], strict=True)
+    )
+    yield cell("code", "for question in QUESTIONS:\n    print(question.text)", questions)
+    yield cell("code", "for question in QUESTIONS:\n    print(question.answer())", answers)
     yield cell("markdown", "## Its check and its measurement\n\nWithout a GPU nothing is timed.")
     for _, text in checks:
         yield cell("code", re.sub(r'\n+if __name__ == "__main__":\n    main\(\)', "", text))
-    yield cell("code", "record = main([])")
+    output, where = printed().get(rung.number, ("", ""))
+    yield cell("code", _run(rung), output)
+    if where:
+        yield cell("markdown", f"Measured on {where}.")
     yield cell(
         "markdown",
         "## Exercises\n\nWrite each function and run its cell, which raises an error until it is right.",
     )
     for stub, _, check in rung.tasks:
-        yield cell("code", f"{rung.source(stub)}\n\n\n{check.name}({stub.name})")
+        yield cell("code", f"{rung.source(stub)}\n\n\n{check.name}({stub.name})", None)
+
+
+def _run(rung: Rung) -> str:
+    """The body of a rung's `main`, without the questions, which the notebook has asked already."""
+    (main,) = (node for node in rung.tree.body if isinstance(node, ast.FunctionDef) and node.name == "main")
+    body = textwrap.dedent("\n".join(rung.text.splitlines()[main.body[0].lineno - 1 : main.end_lineno]))
+    body = body.replace("arguments, QUESTIONS, EXERCISES", "[]").replace("return run(", "record = run(")
+    return body.removesuffix("\nreturn record")
 
 
 def _sections(code: str) -> Iterator[tuple[str, str]]:
@@ -77,9 +116,14 @@ def _sections(code: str) -> Iterator[tuple[str, str]]:
 
 
 def notebook(rung: Rung) -> dict[str, Any]:
-    """A rung as a notebook."""
+    """A rung as a notebook. If its measurement was not recorded, none of its cells counts as run."""
+    made = [each | {"id": f"{rung.number:02}-{place}"} for place, each in enumerate(cells(rung))]
+    ran = itertools.count(1)
+    for each in made:
+        if each.get("execution_count") is not None:
+            each["execution_count"] = next(ran) if rung.number in printed() else None
     return {
-        "cells": [made | {"id": f"{rung.number:02}-{place}"} for place, made in enumerate(cells(rung))],
+        "cells": made,
         "metadata": {
             "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
             "language_info": {"name": "python"},

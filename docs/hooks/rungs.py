@@ -15,36 +15,40 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from benchmarks.ladder_results import CHECKS, COURSE, code_digest
 from docs.hooks import drawings
 from docs.hooks.repository import ROOT
 from gemmery.lab import ladder
 
 #: What `benchmarks/rungs.py`, `benchmarks/ladder.py` and `benchmarks/ladder_code.py` wrote.
 RESULTS = ROOT / "benchmarks" / "results" / "ladder"
-RECORDED, SIZES, CODE, PROBES = (RESULTS / f"{name}.json" for name in ("rungs", "sizes", "code", "probes"))
+RECORDED, SIZES, CODE, PROBES, PRINTED = (
+    RESULTS / f"{name}.json" for name in ("rungs", "sizes", "code", "probes", "printed")
+)
 #: What is said of a rung that is newer than that.
 MISSING = "Not measured yet"
 #: Functions of a rung that are about it and not of it, besides those behind `CHECKS`.
 AROUND = {"picture", "places", "blocks_touched", "print_winners"}
-#: Headings in a rung's file: what the reader is asked, and what runs.
-COURSE, CHECKS = "Predict before you run, and exercises", "The check and the measurement"
 #: How the part of a rung's text begins that explains its figures.
 LESSON = "**What it gained, and why.** "
 #: Further measurements of a rung: the probe of `benchmarks/ladder.py`, and what it is.
 LOOKS = {
-    5: [("groups", "Groups of different heights"), ("odd", "At sizes that divide by nothing")],
+    5: [("groups", "Groups of different heights")],
     6: [("configs", "Each config")],
     9: [("epilogues", "Each epilogue, beside products alone")],
-    10: [("tiles", "Each tile, timed alone, after a pause")],
+    10: [
+        ("tiles", "Each tile, timed alone, after a pause"),
+        ("alignment", "Rows that begin at multiples of 128, 64 and 16 bytes"),
+    ],
 }
 #: Pictures that commands of gemmery draw, and what they show.
 COMMANDS = {
-    1: [("indices 100 70 40 --tile 64x64x32 --pid 3 --device H200",
+    1: [("indices 100 70 40 --tile 64x64x32 --pid 3 --device H100",
          "The same for matrices: what one program's pointers hold, and what its masks turn off.")],
-    3: [("roofline 4096 4096 128 4096 4096 512 4096 4096 4096 --dtype fp16 --device H200",
-         "A product of 4096 x 4096 x K under the roofline of an H200.")],
-    5: [("order 8192 8192 4096 --tile 128x128x64 --device H200",
-         "Both orders on an H200: where each tile comes in time, and what is read from memory."),
+    3: [("roofline 4096 4096 128 4096 4096 512 4096 4096 4096 --dtype fp16 --device H100",
+         "A product of 4096 x 4096 x K under the roofline of an H100.")],
+    5: [("order 8192 8192 4096 --tile 128x128x64 --device H100",
+         "Both orders on an H100: where each tile comes in time, and what is read from memory."),
         ("order 8192 8192 4096 --tile 128x128x64 --device \"RTX 3090\"",
          "The same on a GPU with a tenth of the L2 cache and a fifth of the bandwidth.")],
 }  # fmt: skip
@@ -116,11 +120,7 @@ class Rung:
         return re.sub(r"\n{4,}", "\n\n\n", "\n".join(kept)).strip()
 
     def _part(self, node: ast.stmt) -> str:
-        begun = [
-            line
-            for line, text in enumerate(self.text.splitlines(), 1)
-            if text in (f"# {COURSE}", f"# {CHECKS}")
-        ]
+        begun = [line for line, text in enumerate(self.text.splitlines(), 1) if text in (COURSE, CHECKS)]
         passed = sum(line < node.lineno for line in begun)
         if passed == 1:
             return "course"
@@ -260,6 +260,21 @@ def looks(number: int) -> Iterator[str]:
         yield _folded(title, f"{table}\n\nMeasured by `benchmarks/ladder.py` on {where}.")
 
 
+@functools.cache
+def printed() -> dict[int, tuple[str, str]]:
+    """What each rung printed where it was measured, and what ran where and when.
+
+    A rung whose code has changed since then has none.
+    """
+    found = json.loads(PRINTED.read_text(encoding="utf-8"))["rungs"]
+    digests = {rung.number: code_digest(rung.path) for rung in rungs()}
+    return {
+        each["number"]: (each["text"], Recorded(each["measured"], {}).line())
+        for each in found
+        if digests.get(each["number"]) == each["code"]
+    }
+
+
 # --- what is asked --------------------------------------------------------------------------------------------------
 
 
@@ -311,6 +326,8 @@ def exercises(rung: Rung) -> Iterator[str]:
 
 def _waits(waits: list[str]) -> str:
     """Which products a K step waits for."""
+    if not waits:
+        return "each by itself"
     left = [int(wait.rpartition("x")[2], 16) for wait in waits if wait.startswith("WARPGROUP")]
     said = "all but its own" if 1 in left else "all"
     return f"{said}, {len(left)} times" if len(left) > 1 else said
@@ -375,6 +392,7 @@ def page(rung: Rung, run: Recorded) -> str:
             "## What it gained",
             *gained(rung, run),
             *looks(rung.number),
+            *output(rung),
             rung.lesson,
             "## What the compiler made of it" if table else "",
             table,
@@ -387,6 +405,17 @@ def page(rung: Rung, run: Recorded) -> str:
         )
         if part
     )
+
+
+def output(rung: Rung) -> Iterator[str]:
+    """What a rung printed, and its notebook, which shows that as well."""
+    name = f"{rung.path.stem}.ipynb"
+    if found := printed().get(rung.number):
+        text, where = found
+        yield _folded("What it printed", f"```text\n{text.strip()}\n```\n\n{where}.")
+        yield f'<a href="../notebooks/{name}" download>{name}</a> is this rung as a notebook, with that output.'
+    else:
+        yield f'<a href="../notebooks/{name}" download>{name}</a> is this rung as a notebook, not run yet.'
 
 
 def gained(rung: Rung, run: Recorded) -> tuple[str, ...]:

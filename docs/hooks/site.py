@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import json
 import posixpath
 import re
 import sys
@@ -21,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
 import gemmery  # noqa: E402
-from docs.hooks import chart, drawings, repository, rungs  # noqa: E402
+from docs.hooks import chart, drawings, notebooks, repository, rungs  # noqa: E402
 
 #: In a page, the picture that a command draws, or the page that it exports.
 _MADE = re.compile(r"^<!-- (picture|page): (.+) -->$", re.MULTILINE)
@@ -58,6 +59,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     made |= rungs.pages()
     for name, text in made.items():
         files.append(File.generated(config, name, content=text))
+    for rung in rungs.rungs():
+        text = json.dumps(notebooks.notebook(rung), indent=1, ensure_ascii=False)
+        files.append(File.generated(config, f"ladder/notebooks/{rung.path.stem}.ipynb", content=text))
     for name in repository.pictures():
         files.append(File.generated(config, name, abs_src_path=str(ROOT / name)))
     for page in list(files.documentation_pages()):

@@ -13,6 +13,7 @@ import torch
 import gemmery
 import gemmery.nn
 from benchmarks import quantization_error
+from benchmarks.ladder_results import code_digest
 from docs.hooks import chart, drawings, notebooks, repository, rungs
 from gemmery import distributed, epilogues, formats
 from gemmery.epilogues import Untraceable, table
@@ -428,6 +429,40 @@ def test_a_notebook_has_all_of_a_rung(rung):
         assert text in code or "__main__" in text
     assert len({cell["id"] for cell in cells}) == len(cells)
     assert not any("```" in "".join(cell["source"]) for cell in cells)
+
+
+def test_what_rungs_printed_is_of_their_present_code():
+    stored = {each["number"]: each for each in json.loads(rungs.PRINTED.read_text(encoding="utf-8"))["rungs"]}
+    old = stored.keys() - rungs.printed().keys()
+    assert not old, (
+        f"rungs {sorted(old)}: run benchmarks/ladder.py again, or take their output from {rungs.PRINTED.name}"
+    )
+    assert stored, "no rung's output is kept"
+    for rung in rungs.rungs():
+        cells = notebooks.notebook(rung)["cells"]
+        said = [
+            "".join(line for out in cell["outputs"] for line in out["text"])
+            for cell in cells
+            if "outputs" in cell
+        ]
+        assert (stored[rung.number]["text"] in said) if rung.number in stored else not said[-3]
+        assert rung.number not in stored or f"Rung {rung.number}: " in stored[rung.number]["text"]
+
+
+def test_the_digest_of_a_rung_follows_its_code(tmp_path):
+    path = rungs.rungs()[2].path
+    text, copy = path.read_text(encoding="utf-8"), tmp_path / path.name
+
+    def changed(old, new):
+        assert text.count(old) == 1
+        copy.write_text(text.replace(old, new), encoding="utf-8")
+        return code_digest(copy) != code_digest(path)
+
+    assert not changed("Why tiles?", "Why tiles at all?")
+    assert not changed("# .T moves no data", "# .T does not move data")
+    assert not changed("by `gemmery predict`?", "according to `gemmery predict`?")
+    assert changed("acc = tl.dot(a.load([row, k])", "acc = tl.dot(w.load([row, k])")
+    assert changed("((4096, 4096, 4096), (8192, 8192, 8192))", "((4096, 4096, 4096),)")
 
 
 def test_pictures_of_fragments_are_drawn_by_the_rungs_functions():

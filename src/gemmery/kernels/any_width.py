@@ -1,4 +1,4 @@
-"""The matrix product with tiles whose width is any multiple of 8, which fill waves as cuBLAS's tiles do.
+"""The matrix product with tiles whose width is any multiple of 8, as cuBLAS has them, so that tiles fill whole waves.
 
 For Hopper, in Gluon. Its tensor cores multiply 64 rows of one operand by n columns of the other for every n that is a
 multiple of 8 (`wgmma` of PTX), but a tensor of Triton has a power of two of elements. So the instruction is written as
@@ -8,12 +8,12 @@ has them.
 The operand on the side of the 64 rows is X, the other one is Y. X is A and Y is B; with SWAP it is the other way
 round, the tile comes out transposed, and n cuts M. A tile has X_ROWS by n elements.
 
-One warp (`produce`; two where tiles are small) loads blocks of both into a ring of stages, which it runs ahead in
-across tiles. For each step along K it has one load of X and one of Y, of as many rows as the tile has: any number,
-since it belongs to the tensor map. If X is a packed weight, there is one more for each kind of group parameters.
-Warpgroups, which are four warps each (`consume`), multiply. They share a tile, each with its own rows of X, or with
-PINGPONG take tiles in turn: while one multiplies, the other one stores. These are CUTLASS's cooperative and ping-pong
-schedules (github.com/NVIDIA/cutlass).
+One warp (`produce`; two for small tiles) loads blocks of both into a ring of stages. It runs ahead, also from one tile
+into the next. For each step along K it issues one load of X and one of Y. A load has as many rows as the tile, which
+can be any number, because it is part of the tensor map. If X is a packed weight, there is one more load for each kind
+of group parameters. Warpgroups, which are four warps each (`consume`), multiply. They share a tile, each with its own
+rows of X. With PINGPONG they take tiles in turn: while one multiplies, the other one stores. These are CUTLASS's
+cooperative and ping-pong schedules (github.com/NVIDIA/cutlass).
 
 The ring holds the blocks of X of all stages, then those of Y, and then group parameters. Each stage has two barriers:
 `full` is complete when its blocks have arrived, `free` when all warps have read them. `turn` says which warpgroup may
@@ -22,14 +22,14 @@ multiply. `unused` is complete when no warpgroup reads the ring any more.
 A tile goes to memory in parts of 64 rows of X by some of Y, through slots of shared memory. Each warpgroup has some
 slots of its own. A program's last tile has a slot for each part, in the ring.
 
-Operands have a form, which says what the coordinates of their tensor maps are: "rows" are (k, row), "turned" is (row,
-k), where adjacent elements lie along the rows, "pairs" are (k, row of 8, half, eight), "packed" is (word, line, strip),
-see `any_width_packed`, "sparse" is (kept number, row), see `any_width_sparse`, and "sparse pairs" is both. Rows of a
-pair come from its two halves in turn, eight at a time, so that both numbers that make one of the output are in one
-thread. "many rows" and "many turned" are of a batch of matrices, and have one more coordinate, which says which matrix
-it is. "grouped rows" are of an A whose rows are in groups, each for a matrix of its own of B, see
-`place.next_tile_of_rows`. "ranged turned" are operands of which each product of a batch has a range of K. Tiles of a
-batch are not cut along K.
+An operand has a form, which tells the coordinates of its tensor map: "rows" are (k, row), "turned" is (row, k), where
+adjacent elements lie along the rows, "pairs" are (k, row of 8, half, eight), "packed" is (word, line, strip), see
+`any_width_packed`, "sparse" is (kept number, row), see `any_width_sparse`, and "sparse pairs" is both. Rows of a pair
+come from its two halves in turn, eight at a time, so that both numbers that make one of the output are in one thread.
+"many rows" and "many turned" are for a batch of matrices and have one more coordinate, the number of the matrix.
+"grouped rows" are for an A whose rows are in groups, each multiplied by its own matrix of B; see
+`place.next_tile_of_rows`. "ranged turned" are for operands of which each product of a batch has a range of K. Tiles of
+a batch are not cut along K.
 """
 
 from triton.experimental import gluon
@@ -66,7 +66,7 @@ from .rings import barrier, begin_roles, later
 
 @gluon.jit
 def matrix_descriptor(address, CHUNK: gl.constexpr):
-    """The lower half of what PTX calls a matrix descriptor: where a block lies in shared memory, and how.
+    """The lower half of a matrix descriptor of PTX: the address and the layout of a block in shared memory.
 
     Args:
         CHUNK: bytes from one 64 to the next, where adjacent elements lie along the rows.
@@ -94,7 +94,7 @@ def turn_at(GROUP: gl.constexpr, BARRIERS_AT: gl.constexpr):
 
 @builtin
 def computed(value, _semantic=None):
-    """Returns the same number, and keeps the compiler from computing it after a loop that follows."""
+    """Returns the same number, and stops the compiler from computing it behind the loop that follows."""
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic
     )
@@ -105,12 +105,12 @@ def corner(
     unit, known, state, shape, tile, PLACE: gl.constexpr, X_ROWS: gl.constexpr, SWAP: gl.constexpr,
     X_FORM: gl.constexpr, Y_FORM: gl.constexpr,
 ):  # fmt: skip
-    """Where a unit begins in X and in Y, the end of its rows of the output, its range of K, and which matrix it is of.
+    """The corner of a unit in X and in Y, the end of its rows of the output, its range of K, and its matrix.
 
-    The last tile along each side is moved back so that it ends where the operand does, if the operand is as large as a
-    tile. TMA fills rows outside an operand with zeros, at a tenth of the speed of loads. Two tiles then share elements,
-    and both store them, with the same bits. A tile that is cut along K has other bits than a whole one, so behind whole
-    tiles it stays where it is. So does one at the end of a group of rows.
+    If an operand is at least as large as a tile, the last tile along each side is moved back, so that it ends where
+    the operand ends. Otherwise TMA would fill the rows outside with zeros, at a tenth of the speed of loads. Two tiles
+    then share elements, and both store them, with the same bits. A tile that is cut along K has different bits, so it
+    is not moved back over whole tiles. Neither is a tile at the end of a group of rows.
 
     Args:
         known: what was found out about groups of rows for an earlier unit, see `place.next_tile_of_rows`; the address
@@ -144,7 +144,7 @@ def corner(
 def placed(
     unit, known, state, shape, ROWS, COLS, band_m, PLACE: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr
 ):  # fmt: skip
-    """What PLACE says of a unit, and what is known for the next one."""
+    """What PLACE returns for a unit, and what is known for the next one."""
     if in_groups(X_FORM, Y_FORM):
         return PLACE(unit, state, shape, ROWS, COLS, band_m, known)
     else:
@@ -158,7 +158,7 @@ def produce(
     ring, first, shape, state, tile, loads, PLACE: gl.constexpr, X_ROWS: gl.constexpr, STEP: gl.constexpr,
     SWAP: gl.constexpr, FORMAT: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr, BARRIERS_AT: gl.constexpr,
 ):  # fmt: skip
-    """Loads what `consume` multiplies, in the same order, behind what `begin` does.
+    """Loads the blocks that `consume` multiplies, in the same order, after those that `begin` has loaded.
 
     Args:
         first: what `corner` says of the program's first unit.
@@ -166,7 +166,7 @@ def produce(
     stages = ring[1]
     x_box, x_size, y_box, y_size, streams = loads
     stage = gl.to_tensor(0)
-    # The parity before the first: what has not been used yet is free.
+    # The parity of the phase before the first one: an unused stage is free.
     phase = gl.to_tensor(1)
     row, col, end, first_k, last_k, batch, known = first
     ahead = gl.minimum(gl.minimum(stages, AHEAD), gl.cdiv(last_k - first_k, STEP))
@@ -284,7 +284,7 @@ def consume(
     heads = heads_of(stages, FIRST, X_ROWS, FORMAT, X_FORM, Y_FORM)
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
-    # Nobody has a turn before the first one.
+    # There is no turn before the first one.
     turn = gl.to_tensor(1 - GROUP)
     own = gl.program_id(0)
     programs = gl.num_programs(0)
@@ -399,26 +399,26 @@ def gemm_any_width(
     FORMAT: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr, BUFFERS: gl.constexpr,
     REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr, SOURCE: gl.constexpr,
 ):  # fmt: skip
-    """As many programs as run at once, which take units in turn: whole tiles, and then parts of tiles.
+    """The kernel: as many programs as run at once take units in turn, first whole tiles, then parts of tiles.
 
     Args:
         x, y: descriptors of X and of Y. Only their tensor maps are used.
-        out: descriptor of the part of the output that is stored at a time, which is of 64 rows of X by some of Y.
-        scales, shifts: descriptors of the group parameters of a packed weight, as far as it has some. Only their tensor
-            maps are used.
+        out: descriptor of a part of the output, 64 rows of X by some of Y, which is stored at a time.
+        scales, shifts: descriptors of a packed weight's group parameters, where it has them. Only their tensor maps
+            are used.
         matrix: descriptor of a matrix that the epilogue reads or writes, as `out`; None where there is none. Only its
             tensor map is used.
         units, whole: how many units there are, and how many of them are whole tiles.
-        parts, part_k: in how many parts each of the other tiles is cut along K, and K in a part.
+        parts, part_k: the number of parts along K into which each other tile is cut, and the size of a part.
         tiles_m, tiles_n: tiles along M and N.
         area_divisor, band_divisor, last_divisor, cut_divisor: what PLACE divides by, see `place.sized_tile` and
-            `place.sized_tile_of_batch`. In a tuple, Triton would make kernels for their values.
+            `place.sized_tile_of_batch`. Were they in a tuple, Triton would compile a kernel for each of their values.
         width: rows of Y in a tile, one of WIDTHS.
         band_m: the height of a tile band, see `order`.
         x_box, y_box: rows that the tensor maps load at a time.
         x_size, y_size: see `load_steps`.
-        streams: 1 where X is the first to leave L2, 2 where Y is, 0 where neither is.
-        stages: how many there are, at most `STAGES`.
+        streams: 1 if X is the first to leave L2, 2 if Y is, 0 if neither is.
+        stages: the number of stages, at most `STAGES`.
         place_args: (offs, groups) of groups of rows, with which `units` is as many as there can be, and of ranges of
             K; otherwise ().
         step_args, args: run-time arguments of `scales_of` and of the epilogue.
@@ -426,7 +426,8 @@ def gemm_any_width(
             warpgroup, which are zeros again afterwards. None where no tile is cut.
         PLACE: `place.sized_tile`, `place.sized_part` with a workspace, `place.sized_tile_of_batch`,
             `place.next_tile_of_rows`, or `place.sized_tile_of_ranges`.
-        READY: waits for what the epilogue reads, given `place_args`, see `shards.all_there`; None where that is there.
+        READY: waits, given `place_args`, for data that the epilogue reads, see `shards.all_there`; None if there is
+            nothing to wait for.
         GROUP_OF: `place.group_of`, or None without groups.
         GIVEN: of the one matrix that the epilogue reads, the number of the parameter that is its tensor map, and its
             type; None where it reads none.
@@ -440,7 +441,7 @@ def gemm_any_width(
         X_FORM, Y_FORM: how the operands lie.
         BUFFERS: slots that each warpgroup has beside the ring.
         REGISTERS, LOADER_REGISTERS: of a thread in all warpgroups but the first, and of the loader's.
-        SOURCE: tells versions of the files apart that write assembly.
+        SOURCE: identifies the version of the files that write assembly.
     """
     prefetch_maps(FORMAT, X_FORM, Y_FORM)
     shape = (M, N, K)
@@ -501,5 +502,5 @@ def gemm_any_width(
         (ring, first, shape, state, tile, loads, PLACE, X_ROWS, STEP, SWAP, FORMAT, X_FORM, Y_FORM, BARRIERS_AT),
         GROUPS, loaders_of(X_ROWS), REGISTERS, LOADER_REGISTERS,
     )  # fmt: skip
-    # What only assembly uses in between must not be given to anything else.
+    # Only assembly uses this memory in between, so the compiler must not give it to anything else.
     mbarrier.invalidate(barriers.index(0))

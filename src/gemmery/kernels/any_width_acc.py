@@ -29,7 +29,7 @@ def zeros_of(COUNT: gl.constexpr):
 
 @gluon.jit
 def in_block(value):
-    """A number in each place of a block of an accumulator, as assembly takes it that also takes some of these."""
+    """A block with the same number in each place of an accumulator's block, as assembly takes it."""
     return gl.full([64, 8], value, value.dtype, BLOCK8)
 
 

@@ -1,7 +1,7 @@
 """Tiles of any width that are cut along K; see `any_width`.
 
-`rings.combine` adds parts up in registers, of which an accumulator of any width leaves none. Here the warpgroup that
-stores its part of a tile last copies the others into the ring, and adds them up as it finishes the tile.
+`rings.combine` adds parts up in registers, but an accumulator of any width leaves none. Here, the last warpgroup to
+store its part of a tile copies the other parts into the ring, and adds them up while it finishes the tile.
 """
 
 from triton.experimental import gluon
@@ -100,10 +100,10 @@ def combine(
     acc, unit, ring, state, workspace, width, OWN: gl.constexpr, PART: gl.constexpr, GROUP: gl.constexpr,
     GROUPS: gl.constexpr, RING_BYTES: gl.constexpr,
 ):  # fmt: skip
-    """Stores a part of a tile. The warpgroup that does so last copies the other parts into the ring; nobody waits.
+    """Stores a part of a tile. The last warpgroup to do so copies the other parts into the ring; none waits.
 
     Returns:
-        Whether this warpgroup is the last one, and what `summed` takes.
+        Whether this warpgroup is the last one, and the argument `cut` of `summed`.
     """
     whole, parts = state[1], state[2]
     partials, semaphores = workspace
@@ -127,7 +127,7 @@ def combine(
 
 @gluon.jit
 def summed(blocks, cut, first):
-    """Adds up, in order, the parts of some of the accumulator's blocks, of which this warpgroup has one in registers.
+    """Adds up, in order, the parts of some accumulator blocks, one of which this warpgroup has in registers.
 
     Args:
         cut: (whether the tile is cut, which part this is, how many there are, where the others are, size of one).

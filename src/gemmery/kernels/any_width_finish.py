@@ -37,8 +37,8 @@ def slots_of(
 ):  # fmt: skip
     """Whether a tile's parts are spread over the ring, and the first of their slots; see `finish_tile`.
 
-    They are in the program's last tile, when nothing is loaded any more, unless it is cut along K. Returns once the
-    slots are free.
+    They are for the program's last tile, when nothing more is loaded, unless it is cut along K. Returns once the slots
+    are free.
     """
     BESIDE: gl.constexpr = lie_beside(X_FORM, SECOND)
     spread = is_last
@@ -222,7 +222,7 @@ def finish_tile(
 ):  # fmt: skip
     """Epilogue and store of a warpgroup's part of a tile, `PART` columns at a time.
 
-    The last columns may overlap those before, and are stored twice then, with the same bits.
+    The last columns may overlap those before. They are then stored twice, with the same bits.
 
     Args:
         spread: whether each part has a slot of its own, in the ring, where this warpgroup's rows of X were: 64 rows of
@@ -232,8 +232,8 @@ def finish_tile(
         own_slot: the first of the warpgroup's own.
         cut: see `summed`; None where no tile is cut.
         taken: parts of the tiles before, where the epilogue reads a matrix; otherwise 0.
-        LOOPS: whether the code is there once, for all parts. Straight code of a long epilogue takes longer to fetch
-            than to run.
+        LOOPS: whether a loop runs over the parts. The unrolled code of a long epilogue takes longer to fetch than to
+            run.
     """
     COUNT: gl.constexpr = len(acc) // (OWN // 64)
     BESIDE: gl.constexpr = lie_beside(X_FORM, SECOND)

@@ -128,7 +128,7 @@ def read_others(
     out, part, place, total, taken, own_slot, spread, ring_slots, MAP: gl.constexpr, GROUP: gl.constexpr,
     SWAP: gl.constexpr, EACH: gl.constexpr, BUFFERS: gl.constexpr, PART: gl.constexpr, BARRIERS_AT: gl.constexpr,
 ):  # fmt: skip
-    """Begins to read what can be read before a part is finished; arguments are those of `read_first`.
+    """Begins to read as much as is possible before a part is finished; arguments are those of `read_first`.
 
     Args:
         part: the part that is to be finished next.
@@ -157,7 +157,7 @@ def block_of(
     ring, slots, part, taken, own_slot, spread, slot, like, DTYPE: gl.constexpr, GROUP: gl.constexpr,
     EACH: gl.constexpr, BUFFERS: gl.constexpr,
 ):  # fmt: skip
-    """A part of the matrix, where the accumulator has its elements, once it has arrived.
+    """A part of the matrix in the accumulator's layout, once it has arrived.
 
     Args:
         slot: the part's slot in the ring, if it has one.

@@ -1,9 +1,9 @@
 """The start and the loads of tiles of any width, as assembly; see `any_width`.
 
-A launch waits longest for its first loads. So before warps have their roles, warp 0 initialises the barriers of the
-first `AHEAD` steps and issues their loads, and warps 1 to 3 initialise the other barriers. Afterwards one warp loads. A
-step of a small tile takes the tensor cores less time than one thread takes to issue two loads, so small tiles have two
-loading warps, one for each operand. With two, large tiles would be up to 2 % slower.
+At its start, a launch has to wait for its first loads. So before warps have their roles, warp 0 initialises the
+barriers of the first `AHEAD` steps and issues their loads, and warps 1 to 3 initialise the other barriers. Afterwards
+one warp loads. For a step of a small tile, the tensor cores need less time than one thread needs to issue two loads.
+So small tiles have two loading warps, one for each operand. With two, large tiles would be up to 2 % slower.
 """
 
 from collections.abc import Callable
@@ -51,7 +51,7 @@ def is_any(kind, *forms):
 
 
 def matrix_of(batch, X_FORM, Y_FORM):
-    """A list of one more operand of assembly, if operands are a batch or ranges of K; else an empty one.
+    """A list with one more operand for assembly if operands are a batch or ranges of K, otherwise empty.
 
     Args:
         batch: the number of the matrix, or the end of the range.
@@ -120,9 +120,9 @@ def loaders_of(X_ROWS):
 
 @builtin
 def shared_at(AT, _semantic=None):
-    """The address of what lies `AT` bytes behind the beginning of shared memory, where the ring is.
+    """The address `AT` bytes behind the beginning of shared memory, where the ring is.
 
-    `schedules.any_width` makes sure in the compiled kernel that it is there.
+    `schedules.any_width` checks in the compiled kernel that the ring is there.
     """
     return gl.inline_asm_elementwise(
         f"{{ .reg .b32 first; mov.b32 first, global_smem; add.s32 $0, first, {value_of(AT)}; }}", "=r", [],
@@ -169,7 +169,7 @@ class _Operand(NamedTuple):
         row, rows, box: registers or constants: where blocks begin, their rows, and rows that a load has.
         size: a register: bytes that a step loads.
         each: bytes of a row.
-        params: assembly that loads a step's group parameters.
+        params: assembly that loads the group parameters of a step.
     """
 
     name: str
@@ -200,7 +200,7 @@ class _Operand(NamedTuple):
         return self._announced(self.load(self.name, self.row, policy))
 
     def several(self) -> str:
-        """Assembly that loads a block in several loads. The last one may have rows of the one before."""
+        """Assembly that loads a block in several loads. The last load may repeat rows of the one before."""
         x = self.name
 
         def either(to: str, row: str) -> str:
@@ -282,7 +282,7 @@ _REGISTERS = (
 
 
 def _places(x_bytes, stages, width):
-    """Assembly that finds where blocks of the first stage are, and how large they are; and a cache policy."""
+    """Assembly that finds the places and sizes of the first stage's blocks, and a cache policy."""
     return (
         f"mov.b32 x_first, global_smem; mov.b32 x_bytes, {x_bytes}; mul.lo.s32 y_bytes, {width}, {ROW.value};"
         f"mad.lo.s32 y_first, {stages}, x_bytes, x_first; mad.lo.s32 params_first, {stages}, y_bytes, y_first;"
@@ -306,8 +306,8 @@ def _steps(operands, before, last_k, STEP, wraps):
             f"add.s32 stage, stage, 1; {wraps} setp.lt.s32 more, k, {last_k}; @more bra STEP; bra DONE; }}"
         )
 
-    # A loop for each case, since branches take as long as loads. An explicit `evict_normal` would slow loads of blocks
-    # that many programs read.
+    # There is a loop for each case, since branches take as long as loads. An explicit `evict_normal` would slow loads
+    # of blocks that many programs read.
     text = "".join(f"@{x.name}_several bra SEVERAL;" for x in operands)
     text += "".join(f"@{x.name}_streams bra STREAMED_{x.name};" for x in operands)
     text += loop([x.block() for x in operands])
@@ -393,8 +393,8 @@ def load_steps(
 ):  # fmt: skip
     """Loads the blocks of X and Y of some steps, each into its stage.
 
-    Gluon's own load takes a power of two of rows. Another width would need several, one after the other, and the tensor
-    cores would wait for them.
+    A load of Gluon has a power of two of rows. Another width would need several loads, one after the other, and the
+    tensor cores would wait for them.
 
     Args:
         full: the address of the first stage's barrier at which they arrive.

@@ -1,6 +1,6 @@
 """The K loop of tiles of any width, as assembly; see `any_width`.
 
-The loop is within the assembly, since one around several pieces of assembly takes longer.
+The whole loop is assembly, since a loop around several pieces of assembly takes longer.
 """
 
 from triton.experimental import gluon
@@ -16,7 +16,8 @@ from .dialect import value_of
 STAGES = gl.constexpr(12)
 
 
-#: From the first stage's barrier `full` to that of the stage before the first step. There is none, and nobody waits.
+#: From the first stage's barrier `full` to that of the stage before the first step, which does not exist: no thread
+#: waits there.
 NOWHERE = 8 * (STAGES.value + 3)
 
 
@@ -57,8 +58,8 @@ def releasing(stage):
 def switch(index, values, cases):
     """Assembly that runs the case of the value that register `index` has.
 
-    It is one of `values`. Sorted, these lie a power of two apart; they come in the order in which their cases are
-    written. All threads have the same value.
+    It is one of `values`. Sorted, these are a power of two apart. Their order is that of the code for the cases. All
+    threads have the same value.
     """
     if len(cases) == 1:
         return cases[0]
@@ -76,7 +77,7 @@ def switch(index, values, cases):
 
 
 def _products(sums, KIND, turned, adds):
-    """Assembly that begins a step's products, of what registers x and y describe.
+    """Assembly that begins a step's products of the blocks that registers x and y describe.
 
     Args:
         sums: for each 64 rows of X the registers of the sums.
@@ -102,7 +103,7 @@ def _products(sums, KIND, turned, adds):
 
 
 def _step(sums, KIND, turned):
-    """Assembly of a step's products, and of the release of the stage that they are the last to read.
+    """Assembly of a step's products, which then releases the stage that nobody reads any more.
 
     Args:
         sums: for each 64 rows of X the registers of the accumulator.
@@ -197,7 +198,7 @@ def _tail(registers, width, part):
     """
     size, count = part // 2, width // 2
     first = -(-count // size) * size - size
-    # From the last one on: none is overwritten that is still to be moved.
+    # Begins with the last one, so that none is overwritten before it has been moved.
     pairs = [(first + i, count - size + i) for i in reversed(range(size))]
     return "".join(f"mov.b32 {registers[to]}, {registers[of]};" for to, of in pairs if to != of)
 

@@ -1,11 +1,11 @@
-"""In which order tiles of any width take ranges of K, and programs the tiles; see `any_width`.
+"""The order of the ranges of K in tiles of any width, and of the tiles in programs; see `any_width`.
 
-All tiles of a range are as long as it is. Dealt out to the programs in turn, range after range, tiles of uneven ranges
-leave some programs with more steps than others. They are dealt out from the longest ranges to the shortest ones, and in
-every second round from the last program to the first: then what a program has more in one round, it has less in the
-next. Longest first is Graham's rule (Bounds on multiprocessing timing anomalies, 1969).
+A tile is as long as its range. If tiles of uneven ranges were dealt out range after range, some programs would get
+more steps than others. So they are dealt out from the longest range to the shortest, and in every second round from
+the last program to the first: a program that gets more in one round gets less in the next. Longest first is Graham's
+rule (Bounds on multiprocessing timing anomalies, 1969).
 
-Where a range has many tiles, all programs have about as many of them, and the order stays as it is.
+If each range has many tiles, all programs get about the same number of them, and the order stays as it is.
 """
 
 from triton.experimental import gluon
@@ -15,7 +15,7 @@ from triton.experimental.gluon.language._core import builtin
 from .order import quotient
 from .rings import barrier
 
-#: Ranges that are put into order; more stay as they are. And 8-byte words of shared memory that their numbers take.
+#: The number of ranges up to which they are put into order, and of 8-byte words of shared memory for them.
 MOST = gl.constexpr(512)
 WORDS = gl.constexpr(256)
 #: Rounds of all programs that a range's tiles take where ranges are not put into order.
@@ -52,7 +52,7 @@ def lengths_of(ranges, offs, count, K):
 
 @gluon.jit
 def is_ordered(tiles, count):
-    """Whether ranges are put into order, of which each has so many tiles."""
+    """Whether ranges with this number of tiles each are put into order."""
     return (count <= MOST) & (tiles < ROUNDS * gl.num_programs(0))
 
 
@@ -85,7 +85,7 @@ def put_in_order(table, offs, count, K, tiles):
 
 @gluon.jit
 def in_order(unit, state, table):
-    """The number of the unit's tile among those of all ranges, one range's behind the other's.
+    """The number of the unit's tile among the tiles of all ranges, which are counted range after range.
 
     Args:
         state: as `place.sized_tile_of_batch` takes it.

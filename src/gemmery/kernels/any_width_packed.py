@@ -1,10 +1,10 @@
 """Packed weights in tiles of any width: how a stage holds them, and the assembly that unpacks them.
 
-The weight is X, the operand with 64 rows for each `wgmma`, which takes it from registers. A stage has its words, as
-`formats.packing` deals them out to threads, and its group parameters: all scales, then all shifts, of 64 rows of X at
-a time, and of these of one group after the other. For each 64 rows and 64 numbers of 4 bits along K, a thread has 16
-bytes of words. They become its share of the four pieces in which a step is multiplied, of 16 numbers along K each, and
-each piece is unpacked while the tensor cores multiply others. CUTLASS's mixed-input kernels work in this order
+The weight is X, the operand with 64 rows for each `wgmma`, which takes it from registers. A stage has its words, in
+the order in which `formats.packing` deals them out to threads, and its group parameters: all scales, then all shifts.
+These lie by 64 rows of X, and within them group by group. For each 64 rows and 64 numbers of 4 bits along K, a thread
+has 16 bytes of words. They become its share of the four pieces of a step, of 16 numbers along K each. Each piece is
+unpacked while the tensor cores multiply others. CUTLASS's mixed-input kernels work in this order
 (github.com/NVIDIA/cutlass).
 
 The arithmetic is that of `kernels.packed`, so a weight has the same bits in all schedules.
@@ -110,7 +110,7 @@ class StageFormat(NamedTuple):
         return None if paired else self
 
     def load_params(self, rows: int, box: str, maps: list[int], row: str, k: str) -> str:
-        """See `Stage.load_params`. Of several groups in a step, the tensor maps load 64 rows at a time."""
+        """See `Stage.load_params`. If a step has several groups, the tensor maps load 64 rows at a time."""
         load = "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
         each = box if self.groups == 1 else str(ROWS)
         # The assembler would make a slow division of one by a constant.
@@ -157,7 +157,7 @@ class StageFormat(NamedTuple):
             promotes: ignored, since Y has 16 bits.
         """
         own, kind = len(sums), KIND.split(".")[0]
-        # Each wait takes time, in which no other warpgroup multiplies where there is one alone.
+        # Each wait takes time, during which nothing is multiplied if there is only one warpgroup.
         count = 2 if rows == ROWS * own and not turns else 1
         parts = [range(first, first + count) for first in range(0, PIECES, count)]
         wait = f"wgmma.wait_group.sync.aligned {len(parts) - 1};"
@@ -186,7 +186,7 @@ class StageFormat(NamedTuple):
                 lines += [wait, made(part), products(part, adds)]
             return f"{''.join(lines)} mov.b32 earlier, before; {go_on}"
 
-        # The first step is apart, so that none depends on which one it is.
+        # The code of the first step is separate, so that no step has to ask whether it is the first.
         return (
             f"{{ .reg .b32 earlier; {registers(self, own)} {begin} {step(0)} @!more bra.uni DONE;\n"
             f"STEP: {begin} {wait} {release('earlier')} {step(1)} @more bra.uni STEP;\nDONE: {last} }}"
@@ -216,7 +216,7 @@ def registers(format: StageFormat, own: int) -> str:
 
 
 def _params_of(format: StageFormat, own: int) -> list[tuple[int, int, int]]:
-    """A thread's group parameters of one kind: which 64 rows, which group, and which half of 16 rows each is for."""
+    """A thread's group parameters of one kind: the 64 rows, the group and the half of 16 rows of each."""
     return list(itertools.product(range(own), range(format.groups), range(2)))
 
 
@@ -254,7 +254,7 @@ def load(format: StageFormat, rows: int, own: int) -> str:
 
 
 def words_of(format: StageFormat, i: int, block: int) -> list[str]:
-    """The registers of a block's words: two of a row, and two of that 8 behind it."""
+    """The registers of a block's words: two of a row, and two of the row 8 behind it."""
     return [f"word{4 * (format.blocks * i + block) + j}" for j in range(4)]
 
 
@@ -263,7 +263,7 @@ def words_of(format: StageFormat, i: int, block: int) -> list[str]:
 
 
 def pieces_of(i: int, piece: int) -> list[str]:
-    """The registers of one of a step's pieces of 64 rows: of a row, that 8 behind it, and both 8 further along K."""
+    """The registers of a piece of 64 rows: of a row, of the row 8 behind it, and of both, 8 further along K."""
     return [f"piece{4 * (PIECES * i + piece) + j}" for j in range(4)]
 
 
@@ -317,7 +317,7 @@ def unpacked(format: StageFormat, kind: str, own: int, piece: int) -> str:
 
 
 def _number(format: StageFormat, kind: str, x: str, each: str, which: int) -> str:
-    """Assembly that makes numbers of what the decoder gives, as `packed.number` and `packed.biased` do.
+    """Assembly that turns a decoder's results into numbers, as `packed.number` and `packed.biased` do.
 
     Args:
         x: the register of a pair.
@@ -345,7 +345,7 @@ def _number(format: StageFormat, kind: str, x: str, each: str, which: int) -> st
 
 
 def _arithmetic(op: str, kind: str, result: str, *operands: str | float) -> str:
-    """Assembly of an operation on pairs of numbers. An operand that is a number is there twice."""
+    """Assembly of an operation on pairs of numbers. A single number is used for both of a pair."""
     lines, names = [], []
     for i, operand in enumerate(operands):
         # The instructions take registers alone.
@@ -363,11 +363,11 @@ def _dtype(kind: str) -> tl.dtype:
 
 
 def _zero(format: StageFormat) -> int:
-    """The code that stands for 0. Other numbers than integers have it in the decoder's table."""
+    """The code that stands for 0. For numbers that are not integers, it is in the decoder's table."""
     return format.zero if format.code == "int" else 0
 
 
 def _powers(format: StageFormat, dtype: tl.dtype) -> tuple[int, ...]:
-    """What `decoders.unit_of` and, for both of a decoder's results, `decoders.exponent_of` give."""
+    """The results of `decoders.unit_of` and, for both of a decoder's results, of `decoders.exponent_of`."""
     unit = decoders.unit_of(format.code, format.bits, dtype, ARCH)
     return unit, *(decoders.exponent_of(format.code, format.bits, which) if unit else 0 for which in (0, 1))

@@ -1,17 +1,18 @@
 """2:4 sparse weights in tiles of any width: how a stage holds them, and the assembly of their products.
 
-The weight is X. `wgmma.sp` of PTX reads its kept numbers from shared memory, 32 of a row for a step of 64 along K, and
-takes the metadata from registers: of 16 rows and 64 columns each thread of a warp has a word. A stage has the kept
-numbers, swizzled by 64 bytes, and behind the blocks of all stages the words of metadata, those of 32 rows and 32
-columns after each other; see `formats.sparse`. Where both operands are fp8, all this is of 128 columns, and a thread's
-word is of one row: it is put together of the halves of two that are stored.
+The weight is X. `wgmma.sp` of PTX reads its kept numbers from shared memory, 32 of a row for a step of 64 along K. It
+takes the metadata from registers: for 16 rows and 64 columns, each thread of a warp has a word. A stage has the kept
+numbers, swizzled by 64 bytes. The words of metadata lie behind the blocks of all stages, those of 32 rows and 32
+columns next to each other; see `formats.sparse`. If both operands are fp8, a step has 128 columns, and a thread's word
+belongs to one row: it is made of halves of two stored words.
 
-Kept numbers of 8 bits that meet numbers of 16 are not swizzled. Each thread reads its share of them, makes numbers of
-16 bits of them, and the tensor cores take these from registers, too.
+Kept numbers of 8 bits are not swizzled if the other operand has 16 bits. Each thread reads its share of them and
+widens them to 16 bits, and the tensor cores take these from registers, too.
 
-The tensor cores read registers while they multiply. So two steps, of which one is under way while the other is loaded,
-have registers of their own. After every `TOGETHER` steps a warpgroup waits for all of its products: with some under way
-from one round of the loop to the next, the assembler of Triton 3.6 to 3.9 makes each wait for the one before.
+The tensor cores read registers while they multiply. So there are two sets of registers: one step is loaded while the
+other is multiplied. After every `TOGETHER` steps a warpgroup waits for all of its products. If some stayed under way
+from one round of the loop to the next, the assembler of Triton 3.6 to 3.9 would make each product wait for the one
+before.
 """
 
 from collections.abc import Callable
@@ -37,7 +38,7 @@ ROW8 = 32
 def _registers(which: int, i: int, half: int) -> list[str]:
     """The registers of one of two sets that an instruction takes X from, of 64 rows and 32 columns.
 
-    They are of a row, of that 8 behind it, and of both 8 kept numbers further along K.
+    They hold numbers of a row, of the row 8 behind it, and of both, 8 kept numbers further along K.
     """
     return [f"kept{which}{i}{half}{n}" for n in range(4)]
 
@@ -67,7 +68,7 @@ def _of_int8(register: str, kind: str) -> str:
     )
 
 
-#: What writes the assembly that makes numbers of codes. Other codes take no tiles of any width.
+#: The functions that write assembly for codes of 8 bits. Weights with other codes take no tiles of any width.
 DECODE = {"e4m3": _of_e4m3, "int8": _of_int8}
 
 
@@ -75,7 +76,7 @@ class SparseStage(NamedTuple):
     """How a stage holds a 2:4 sparse weight; an `any_width_stage.Stage`.
 
     Attributes:
-        code: what kept numbers of 8 bits stand for that become numbers of 16, "e4m3" or "int8"; otherwise "".
+        code: the type of kept numbers of 8 bits that are widened to 16, "e4m3" or "int8"; otherwise "".
         paired: whether the rows are of two halves in turn, eight of each; see the forms of `any_width`.
         fp8: whether both operands are fp8.
     """
@@ -114,7 +115,7 @@ class SparseStage(NamedTuple):
 
     @property
     def bits(self) -> int:
-        """Of a sixty-fourth of a row's step, as far as it is in the block of X."""
+        """Bits of a 64th of a row's step that are in the block of X."""
         return 4 if self.code else 8
 
     @property
@@ -134,7 +135,7 @@ class SparseStage(NamedTuple):
 
     @property
     def kinds(self) -> tuple[Params, ...]:
-        """What there is beside the numbers."""
+        """The parameters besides the numbers."""
         return (Params("metadata", self.params, 4 if self.paired else 3),)
 
     def load_params(self, rows: int, box: str, maps: list[int], row: str, k: str) -> str:

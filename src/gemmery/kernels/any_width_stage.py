@@ -1,6 +1,7 @@
-"""How a stage of tiles of any width holds a weight that is stored in a form of its own; see `any_width`.
+"""Stages of tiles of any width that hold a weight in its stored form; see `any_width`.
 
-Each form is a class with what `Stage` lists. Whatever loads and multiplies asks for that, and not for the class.
+Each form is a class with the members of `Stage`. Code that loads and multiplies uses these members, and does not ask
+for the class.
 """
 
 from collections.abc import Callable
@@ -58,7 +59,7 @@ class Stage(Protocol):
         """The kinds of parameters that there are, at most two. They lie behind each other in a stage."""
 
     def of_halves(self, paired: bool) -> "Stage | None":
-        """The same, where the weight is in two halves if `paired`; None where stages do not hold such a weight."""
+        """The same for a weight in two halves, if `paired`; None if stages cannot hold such a weight."""
 
     def load_params(self, rows: int, box: str, maps: list[int], row: str, k: str) -> str:
         """Assembly that begins to load a stage's parameters.
@@ -103,7 +104,7 @@ class Stage(Protocol):
 
 
 def x_bytes(rows: int, format: Stage | None) -> int:
-    """Bytes that so many rows of X have in a stage: of the operand, or of what a weight has in its place."""
+    """Bytes of these rows of X in a stage: of the operand, or of a weight's stored form."""
     return rows * LINE_BYTES if format is None else rows // 16 * format.words
 
 

@@ -1,14 +1,14 @@
 """Block-sparse operands on the device: where a tile's steps along K lie, and where their blocks are stored.
 
-A product with a block-sparse operand counts along K in stored blocks: those of one line, a block row of the first
-operand or a block column of the second one, lie one behind the other. PLACE gives a tile the range of its line.
+A product with a block-sparse operand counts along K in stored blocks. A line is a block row of the first operand or a
+block column of the second one; its blocks lie one behind the other. PLACE gives a tile the range of its line.
 Functions of the loaders, `at`, then find out where a step lies in each operand's memory:
 
     at(shape, batch, row, col, table, ROWS, COLS) -> (rows, cols, row, col)
 
-They take what loaders take, see `operands`, and the table that has the answer, and give the shape and the corner for
-the loader of the matrix in memory. A range may be empty. Its one step lies outside every matrix, so that loaders give
-zeros.
+They take the arguments of loaders, see `operands`, and a table with the places of blocks. They return the shape and
+the corner for the loader of the matrix in memory. A range may be empty. Its only step lies outside every matrix, so
+that loaders return zeros.
 """
 
 import triton
@@ -57,7 +57,7 @@ def tile_of_block_columns(
 
 @triton.jit
 def within(x, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Where `SIZE` elements from `x` on, which divide a block, lie in theirs. The compiler sees what divides it."""
+    """The place of `SIZE` elements from `x` on within their block. The compiler sees by what it can be divided."""
     if SIZE == BLOCK:
         return x * 0
     else:
@@ -66,7 +66,7 @@ def within(x, SIZE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def found(k, stop, table, BLOCK: tl.constexpr):
-    """Whether a step along K lies in its tile's range, and where the block begins that a table, if any, has for it."""
+    """Whether a step along K lies in its tile's range, and where its block begins, by the table if there is one."""
     inside = k < stop
     block = k // BLOCK
     if table is not None:

@@ -1,35 +1,35 @@
 """Packed weights: from words in memory to a block of numbers in registers, on the way to the tensor cores.
 
-Two words side by side hold numbers of one row and two adjacent columns, each every eight columns (`formats.packing`).
-So the n-th numbers, over all columns of a block of words, are a block of their own, of an eighth of the columns, and
-putting these side by side moves no number from one thread to another: the result is already what the tensor cores want
-of their left operand.
+Two adjacent words hold numbers of one row: each has every eighth column, from one of two adjacent columns on
+(`formats.packing`). So the n-th numbers of all words are a block of an eighth of the columns. To put these blocks side
+by side moves no number from one thread to another: the result has the layout in which the tensor cores take their left
+operand.
 
 A format is a decoder, a `@triton.jit` function
 
     decode(words, PART, RUNS, DTYPE, ASM, WAIT) -> (first, second)
 
 which gives the numbers `2 PART` and `2 PART + 1` of every column in `DTYPE`, fp16 or bf16, in blocks of the words'
-shape. All of them lie in one word of two, where `RUNS` says: for each number of a word its bits that lie side by side,
-as (the first one, their mask, where it lies), see `formats.packing.runs`. `ASM` is the compute capability of the GPU
-whose PTX it may use, which is written for the format's order. With 0 it is plain Triton, and in the end the weight has
-the same bits.
+shape. All of them lie in one word of two. `RUNS` tells where: for each number of a word, its runs of adjacent bits as
+(first bit, mask, place), see `formats.packing.runs`. `ASM` is the compute capability of the GPU whose PTX the decoder
+may use; that PTX is written for the format's order. With 0 the decoder is plain Triton, and the weight has the same
+bits.
 
-With few rows of A unpacking is most of a kernel's work, so instructions count. In fp16 an integer's bits become the
-lowest of 1024's, so that `bias_of` is added to it. In bf16 there is no room for 8 bits; but alone in a number whose
-other bits are 0 they are the integer times a power of two: the smallest normal numbers are as far apart as the
-subnormal ones. `exponent_of` is that power. The multiplication by the scale, which has to be, makes up for most of it,
-and takes the zero along. What is left, since bf16 ends at 2^128, is `unit_of`; the epilogue multiplies the sum by it.
-Powers of two are exact, so nothing else changes.
+With few rows of A, unpacking is most of a kernel's work, so every instruction counts. In fp16, an integer's bits
+become the lowest bits of the number 1024, which adds `bias_of` to it. bf16 has no room for 8 bits there. But in a
+number whose other bits are 0, they stand for the integer times a power of two, because the smallest normal numbers are
+as far apart as the subnormal ones. `exponent_of` is that power. The multiplication by the scale, which is needed
+anyway, makes up for most of it, also for the zero. The rest, since bf16 ends at 2^128, is `unit_of`; the epilogue
+multiplies the sum by it. Powers of two are exact, so nothing else changes.
 
 On Hopper, wgmma reads its left operand from registers while the program goes on, and Triton (3.6 to 3.9) computes the
 next step's operand without waiting for that. A decoder therefore begins with a wait for the products that may still
-read the registers which it will write: all but the last `WAIT`. As the parts of a step come one after the other, so do
-the waits, and all but the last part of the work is done under the products of the step before.
+read the registers that it will write: all but the last `WAIT`. Since each part of a step has its own wait, most of the
+work is done while the products of the step before are under way.
 
-The compiler takes a decoder's PTX for pure, since it moves the layout of a dot's operand through nothing else. It may
-then move a wait to a later place, where more products are under way and it waits for as many of the older ones, but not
-behind what the decoder gives; tests/compile looks at the order in the code.
+A decoder's PTX is declared pure, since the compiler moves the layout of a dot's operand only through pure operations.
+So the compiler may move a wait to a later place, where more products are under way, but not behind the use of the
+decoder's results. tests/compile checks the order in the code.
 """
 
 import struct
@@ -50,7 +50,7 @@ def _text(dtype):
 
 @triton.constexpr_function
 def bias_of(code, dtype):
-    """What a decoder adds to the numbers of a code: it is there for free, and has to be subtracted with the zero."""
+    """The number that a decoder adds to the numbers of a code. It costs nothing, and is subtracted with the zero."""
     return 1024 if code == "int" and _text(dtype) == "fp16" else 0
 
 
@@ -64,7 +64,7 @@ _EXPONENTS = tl.constexpr({("int", 4): (133, 129), ("int", 8): (133, 133), ("e2m
 
 @triton.constexpr_function
 def unit_of(code, bits, dtype, asm):
-    """The power of two by which the tensor cores get a code's numbers too small; 0 where as they are."""
+    """The power of two by which a code's numbers are too small in the tensor cores; 0 if they are exact."""
     return UNIT.value if asm and (code, bits) in _EXPONENTS.value and _text(dtype) == "bf16" else 0
 
 
@@ -82,7 +82,7 @@ def power(exponent):
 
 @triton.constexpr_function
 def wait_of(part, parts, blocks):
-    """How many of the last products may go on while this part of a step of `blocks` blocks is written."""
+    """How many of the last products may be under way while this part of a step of `blocks` blocks is written."""
     if FINE_STEPS.value:
         return parts - 1 - part
     # Two halves: a part in the first one may be written as soon as that is done.
@@ -186,7 +186,7 @@ def count_of(runs, number):
 
 @triton.constexpr_function
 def of_run(runs, number, i, what):
-    """Of one of them the first bit (0), the bits' mask (1) or their place (2)."""
+    """The first bit (0), the mask (1) or the place (2) of one run."""
     return runs[number][i][what]
 
 
@@ -295,9 +295,9 @@ def ptx_of_e2m1(part, dtype, wait):
     """Two numbers of 4 bits of two columns, as pairs; times 2^-126 in bf16.
 
     `formats.base.ORDERS` has three of four numbers as bf16 wants them, sign and exponent apart, each three bits below
-    the one before: one shift and a mask. The last one's bits are 13, 14, 10 and 11. Behind a shift by ten a product
-    takes 3 and 4 to 6 and 7, 0 to 8, and 1 to 15: three shifts at once, whose results don't overlap. fp16, for which
-    the order was not made, has all but the sign three bits higher.
+    the one before: one shift and a mask. The last one's bits are 13, 14, 10 and 11. After a shift by ten, one product
+    moves bits 3 and 4 to 6 and 7, bit 0 to 8, and bit 1 to 15: three shifts at once, whose results do not overlap. In
+    fp16, for which the order was not made, all bits but the sign lie three bits higher.
     """
     lines = [f"{{\n.reg .b32 x, y, u;\n{_begin(wait)}mov.b32 x, {word_of(part, 4)};\n"]
     placed = (
@@ -358,20 +358,20 @@ def ptx_of_fp8_conversion(part, dtype, wait, e4m3):
 def ptx_of_fp8(part, dtype, wait, asm, e4m3):
     """Two bytes of two columns, as pairs, for GPUs that don't know fp8.
 
-    Behind a shift the largest exponent is one of many; adding what is missing to the first code that is no number
-    carries into a bit of its own, from which the wider type's largest exponent is made.
+    After a shift, the largest exponent of the narrow type is an ordinary one of the wider type. An addition makes
+    codes that are not numbers carry into a separate bit, from which the wider type's largest exponent is made.
     """
     bf16 = _text(dtype) == "bf16"
     lines = [f"{{\n.reg .b32 x, u, n, c;\n{_begin(wait)}"]
-    # Each of two columns' bytes twice.
+    # The byte of each of two columns, twice.
     spread = [f"prmt.b32 x, {word_of(part, 8)}, 0, {selector};\n" for selector in ("0x1100", "0x3322")]
     if not e4m3 and not bf16:
         # The upper half of an fp16.
         for which in (0, 1):
             lines.append(f"{spread[which]}and.b32 ${which}, x, 0xFF00FF00;\n")
         return "".join(lines) + "}"
-    # How far the magnitude moves down from the upper byte; its bits there; what carries; the carry; what the carry is
-    # multiplied by to fill the exponent; the power of two.
+    # How far the magnitude moves down from the upper byte; its bits there; the addend that carries; the carry; the
+    # factor of the carry that fills the exponent; the power of two.
     shift, mask, step, carry, fill, power = {
         (True, True): (4, 0x07F0, 0x0010, 0x0800, 15, 0x7B80),
         (True, False): (1, 0x3F80, 0x0080, 0x4000, 1, 0x5C00),
@@ -472,17 +472,18 @@ NF4_BF16, NF4_FP16 = tl.constexpr(_planes("bf16")), tl.constexpr(_planes("fp16")
 def ptx_of_nf4(part, dtype, wait):
     """Two numbers of 4 bits of two columns, as pairs, looked up by prmt: eight bytes at a time, by three bits.
 
-    prmt takes a fourth bit for the wish to have the byte's sign eight times in its place. In bf16 the table's lower
-    half has no byte with a sign, so that a look-up there gives nothing for a code of the upper one; without the fourth
-    bit, a look-up in the upper half always gives something. By the choice of `NF4_STORED` the bytes of a number are
-    never smaller than those of the number 8 behind it, and by no more than 127 larger. So the lower half holds what is
+    If a fourth bit is set, prmt returns eight copies of the byte's sign in its place. In bf16 no byte of the table's
+    lower half has its sign set, so a look-up there returns 0 for a code of the upper half. Without the fourth bit, a
+    look-up in the upper half always returns a byte. By the choice of `NF4_STORED` the bytes of a number are never
+    smaller than those of the number 8 behind it, and by no more than 127 larger. So the lower half holds what is
     missing, and the sum of both look-ups is right. In fp16 no choice makes it so, and a mask tells the halves apart.
 
-    All this costs instructions of the kind that logic and shifts are, too. The sum is none of them, as the units that
-    multiply can do it, and nor is the shift by half a word, written as a product of half words.
+    All this takes instructions of the unit for logic and shifts. The sum does not, since the units that multiply can
+    do it. Neither does the shift by half a word, which is written as a product of half words.
 
-    prmt takes one constant, and the assembler would move the other one into a register for each look-up. The sum of it
-    and a 0 of which the assembler does not know, there is no lane behind the 32nd, is computed once and kept.
+    prmt takes one constant, and the assembler would move the other one into a register for each look-up. The sum of
+    the constant and a 0 that the assembler cannot know (whether the lane's number is over 31) is computed once and
+    kept.
     """
     lines = [
         f"{{\n.reg .b32 x, y, m, a, b, l, h, none;\n{_begin(wait)}mov.b32 x, {word_of(part, 4)};\n"

@@ -9,7 +9,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.runtime.jit import JITFunction
 
-#: Gluon's language, and of Triton's what it leaves out although its compiler knows it. Triton goes by the name.
+#: Gluon's language, and those parts of Triton's that it leaves out although its compiler knows them. Triton looks at
+#: the name.
 LANGUAGE = types.ModuleType(gl.__name__)
 vars(LANGUAGE).update(vars(tl) | vars(gl))
 

@@ -66,7 +66,7 @@ def add_matrix(
     addend = load_strided(c, shape, strides, sizes, batch, row, col, ROWS, COLS, True, True, WIDE)
     scaled = addend.to(acc.dtype) * scalar(beta, acc.dtype)
     if acc.dtype.is_floating():
-        # Left to the compiler, either product may be the one that is fused with the sum and not rounded, in one kernel
-        # this and in another that.
+        # The compiler may fuse either product with the sum, which leaves it unrounded, and not the same one in each
+        # kernel.
         return tl.fma(acc, scalar(alpha, acc.dtype), scaled)
     return acc * scalar(alpha, acc.dtype) + scaled

@@ -37,8 +37,8 @@ def load_block(
 def brought(block):
     """A block that was loaded, widened, where the accumulator has its elements.
 
-    Taken apart and put together it passes shared memory before it is widened. Otherwise Triton has the accumulator,
-    which is wider, come to where the block was loaded.
+    The block is split and joined, so that it passes through shared memory before it is widened. Otherwise Triton would
+    convert the accumulator, which is wider, to the layout of the loaded block.
     """
     if not block.dtype.is_floating():
         return block
@@ -91,7 +91,8 @@ def store_row_partials(
 ):  # fmt: skip
     """Stores the block's partial row reduction, (ROWS,).
 
-    There is a place for every `slot` columns of the output; others that a wide block covers get what changes nothing.
+    There is a place for every `slot` columns of the output. Further places that a wide block covers get the neutral
+    value.
     """
     rows = row + tl.arange(0, ROWS)
     first = x + batch_offset(batch, sizes, strides[0]) + rows.to(tl.int64) * strides[1]
@@ -181,8 +182,8 @@ def sigmoid(x):
 def silu(x):
     """`x * sigmoid(x)`. In single precision off by less than 1e-6.
 
-    `1 / (1 + u)` of u = exp(-|x|) is a cubic polynomial and a step of Newton's, whose error is centred: arithmetic
-    alone, since the exponential keeps the unit of special functions busy already.
+    `1 / (1 + u)` for u = exp(-|x|) is a cubic polynomial and one Newton step, whose error is centred. This takes
+    arithmetic alone, since the exponential already keeps the unit for special functions busy.
     """
     if x.dtype == tl.float64:
         return x / (1.0 + tl.exp(-x))
@@ -197,8 +198,8 @@ def silu(x):
 def gelu(x):
     """`x * Phi(x)`. In single precision Phi is `exp2` of a polynomial, which is half the work of an error function.
 
-    The polynomial is fitted to log2(2 * Phi(-x)) for 0 <= x <= 5.5; the result is off by less than 3e-7, and by less
-    than 3e-4 of itself where it is nearly 0, where `1 + erf(x)` cancels to no better.
+    The polynomial is fitted to log2(2 * Phi(-x)) for 0 <= x <= 5.5; the absolute error is below 3e-7. Where the result
+    is nearly 0, its relative error is below 3e-4; `1 + erf(x)` cancels and is no better there.
     """
     if x.dtype == tl.float64:
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
@@ -264,7 +265,7 @@ def log1p(x):
 def expm1(x):
     """Kahan's correction of exp(x) - 1 for what the subtraction cancels."""
     y = tl.exp(x)
-    # Of a y that is subnormal, the logarithm is not x.
+    # If y is subnormal, its logarithm is not x.
     far = (y < 1e-20) | (y == float("inf"))
     log = tl.where((y == 1.0) | far, 1.0, tl.log(y))
     corrected = (y - 1.0) * (x / log)
@@ -273,21 +274,21 @@ def expm1(x):
 
 @triton.jit
 def maximum(x, y):
-    """The larger number; NaN where either is, as in torch."""
+    """The larger number; NaN if either is NaN, as in torch."""
     larger = tl.where(x > y, x, y)
     return tl.where(x != x, x, larger)
 
 
 @triton.jit
 def minimum(x, y):
-    """The smaller number; NaN where either is, as in torch."""
+    """The smaller number; NaN if either is NaN, as in torch."""
     smaller = tl.where(x < y, x, y)
     return tl.where(x != x, x, smaller)
 
 
 @triton.jit
 def exponent_and_fraction(bits, FRACTION: tl.constexpr):
-    """Of a finite positive number's bits: its exponent, with that of the smallest normal ones as 1, and its integer."""
+    """A finite positive number's exponent, 1 for the smallest normal ones, and its significand, given its bits."""
     exponent = bits >> FRACTION
     fraction = bits & ((1 << FRACTION) - 1)
     return tl.maximum(exponent, 1), fraction + ((exponent > 0).to(tl.int64) << FRACTION)
@@ -295,7 +296,7 @@ def exponent_and_fraction(bits, FRACTION: tl.constexpr):
 
 @triton.jit
 def fmod(x, y):
-    """What is left of x after whole multiples of y, with x's sign, as in torch."""
+    """The remainder of x divided by y, with the sign of x, as in torch."""
     if x.dtype.is_floating():
         return exact_fmod(x, y)
     else:
@@ -304,14 +305,14 @@ def fmod(x, y):
 
 @triton.jit
 def exact_fmod(x, y):
-    """`fmod` of floating-point numbers: of their integers, as many bits at a time as 64 hold beside those of y."""
+    """`fmod` of floating-point numbers, by their significands, as many bits at a time as fit into 64."""
     BITS: tl.constexpr = tl.int64 if x.dtype == tl.float64 else tl.int32
     FRACTION: tl.constexpr = 52 if x.dtype == tl.float64 else 23
     # How far 2^0 is above the unit of the smallest numbers, and the smallest power of two that is normal.
     BIAS: tl.constexpr = 1075 if x.dtype == tl.float64 else 150
     LEAST: tl.constexpr = -1022 if x.dtype == tl.float64 else -126
     STEP: tl.constexpr = 62 - FRACTION
-    # In a block, since sizes of it are taken.
+    # In a block, since its size is asked for.
     x, _ = tl.broadcast(x, tl.zeros((1, 1), x.dtype))
     x, y = tl.broadcast(x, y)
     size_x, size_y = tl.abs(x), tl.abs(y)
@@ -343,7 +344,7 @@ def exact_fmod(x, y):
 
 @triton.jit
 def remainder(x, y):
-    """What is left of x after whole multiples of y, with y's sign, as in torch."""
+    """The remainder of x divided by y, with the sign of y, as in torch."""
     rest = fmod(x, y)
     return tl.where((rest != 0) & ((rest < 0) != (y < 0)), rest + y, rest)
 
@@ -373,7 +374,7 @@ def trunc_divide(x, y):
     elif x.dtype.is_int_unsigned():
         return x // y
     else:
-        # The smallest integer over -1 is more than the type holds, which hardware may take for an error.
+        # The smallest integer divided by -1 overflows the type, which hardware may report as an error.
         return tl.where(y == -1, -x, x // tl.where(y == -1, 1, y))
 
 
@@ -400,7 +401,7 @@ def trunc(x):
 
 @triton.jit
 def largest(x):
-    """The largest number of each row; NaN where one is, as in torch."""
+    """The largest number of each row; NaN if the row has one, as in torch."""
     found = tl.max(x, 1)
     if x.dtype.is_floating():
         return tl.where(tl.max((x != x).to(tl.int32), 1) > 0, float("nan"), found)
@@ -410,7 +411,7 @@ def largest(x):
 
 @triton.jit
 def smallest(x):
-    """The smallest number of each row; NaN where one is, as in torch."""
+    """The smallest number of each row; NaN if the row has one, as in torch."""
     found = tl.min(x, 1)
     if x.dtype.is_floating():
         return tl.where(tl.max((x != x).to(tl.int32), 1) > 0, float("nan"), found)

@@ -1,20 +1,20 @@
-"""The matrix product: one tile program, two schedules.
+"""The matrix product: a program that computes a tile, for two schedules.
 
-`out[z] = epilogue(a[z] @ b[z])` for z over the batch, with a of (M, K), b of (K, N), out of (M, N). A tile program is
-one product of a row of blocks of A with a column of blocks of B; `gemm_tiles` starts one program a tile and
-`gemm_persistent` lets as many programs as the machine holds walk over all tiles. The parts come in as constexpr
-functions: PLACE (see `place`), PART (see `parts`), LOAD_A, LOAD_B and STORE (see `operands`), LOAD_STEP and MULTIPLY
-(see `steps`), PREFETCH and EPILOGUE (see `epilogues`). With PAIRED, LOAD_B gives each tile columns of both halves of B,
-and the epilogue makes one column of two.
+`out[z] = epilogue(a[z] @ b[z])` for z over the batch, with a of (M, K), b of (K, N), out of (M, N). To compute a tile,
+a row of blocks of A is multiplied by a column of blocks of B. `gemm_tiles` starts one program for each tile. In
+`gemm_persistent`, as many programs as the GPU holds take all tiles in turn. The parts are constexpr functions: PLACE
+(see `place`), PART (see `parts`), LOAD_A, LOAD_B and STORE (see `operands`), LOAD_STEP and MULTIPLY (see `steps`),
+PREFETCH and EPILOGUE (see `epilogues`). With PAIRED, LOAD_B loads columns of both halves of B for each tile, and the
+epilogue makes one column of two.
 
 Both kernels take, besides the matrices and their strides,
 
-- `place_args`, `step_args` and `args`: the own run-time arguments of PLACE, of LOAD_STEP and of the epilogue.
+- `place_args`, `step_args` and `args`: run-time arguments of PLACE, of LOAD_STEP and of the epilogue.
 - M, N, K and `sizes`, the shape of the batch.
-- M_MULTIPLE, of which M is known to be a multiple. Loads of adjacent elements along M need it, since Triton makes
-  no kernels of their own for values of M.
-- numbers of units, for which Triton must not make kernels of their own. It does for numbers in tuples, so these are
-  parameters. PLACE is given them in one tuple, `state`.
+- M_MULTIPLE: M is a multiple of it. Loads of adjacent elements along M need this, since Triton compiles no separate
+  kernels for values of M.
+- the numbers of units. They are parameters, because Triton would compile a kernel for each value of numbers in a
+  tuple. PLACE gets them in one tuple, `state`.
 """
 
 import triton
@@ -27,7 +27,7 @@ from .parts import add_partials, last_to_arrive, store_partial
 
 @triton.jit
 def multiple(x, of: tl.constexpr):
-    """The same number, of which the compiler then knows that it is a multiple. `tl.multiple_of` takes no arguments."""
+    """The same number, marked as a multiple for the compiler. `tl.multiple_of` takes no arguments of a kernel."""
     return x // of * of
 
 
@@ -56,14 +56,14 @@ def sum_steps(
     # Without a rest there is nothing to carry; a small constant takes its place.
     REST: tl.constexpr = REST_N if REST_N > 0 else 1
     rest = tl.zeros((REST, BLOCK_M) if SWAP else (BLOCK_M, REST), ACC)
-    # Were the loop possibly empty, its way around would join the accumulators while wgmma still writes them, and the
-    # assembler would then wait for every single one.
+    # If the loop could be empty, the path around it would join the accumulators while wgmma still writes them, and the
+    # assembler would wait for every single product.
     tl.assume(first_k < stop)
     for k in range(first_k, stop, BLOCK_K):
         loaded = None
         loaded_rest = None
         if LOAD_STEP is not None:
-            # Before the blocks are waited for, so that it comes meanwhile.
+            # Begun before the wait for the blocks, so that both loads overlap.
             loaded = LOAD_STEP(step_args, (end, N, K), sizes, batch, row, col, k, BLOCK_M, BLOCK_N, BLOCK_K)
             if REST_N > 0:
                 loaded_rest = LOAD_STEP(
@@ -73,7 +73,8 @@ def sum_steps(
         y = LOAD_B(b, (last_k, N), b_strides, sizes, batch, k, col, BLOCK_K, BLOCK_N, CHECK_K, True, WIDE)
         acc = MULTIPLY(x, y, acc, loaded, SWAP, PRECISION, IMPRECISE_ACC)
         if REST_N > 0:
-            # Waited for under the first product: loaded before it, it costs a tenth of the rate at 128 x 192.
+            # The wait overlaps with the first product. A load before that product costs a tenth of the rate at 128 x
+            # 192.
             z = LOAD_B(
                 b_rest, (last_k, N), b_strides, sizes, batch, k, col + BLOCK_N, BLOCK_K, REST_N, CHECK_K, True, WIDE
             )  # fmt: skip
@@ -86,7 +87,7 @@ def finish_block(
     acc, output, shape, sizes, batch, row, col, COLS: tl.constexpr,
     EPILOGUE: tl.constexpr, STORE: tl.constexpr, OUT: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Epilogue, cast and store of one block, which makes `COLS` columns of the output from column `col` on.
+    """Epilogue, cast and store of one block, which becomes `COLS` columns of the output from column `col` on.
 
     `output` is (out, out_strides, args) and `shape` that of the output.
     """
@@ -117,13 +118,14 @@ def finish(
     PREFETCH: tl.constexpr, EPILOGUE: tl.constexpr, STORE: tl.constexpr, OUT: tl.constexpr, WIDE: tl.constexpr,
     PAIRED: tl.constexpr, SUBTILES: tl.constexpr,
 ):  # fmt: skip
-    """Epilogue and store of a tile in 1, 2 or 4 subtiles, each of which loads while those before it are stored.
+    """Epilogue and store of a tile in 1, 2 or 4 subtiles. Each one loads while those before it are stored.
 
     Less staging memory buys another pipeline stage, and an epilogue that reads and writes much needs fewer registers.
 
     Args:
         output: (out, out_strides, args), see `gemm_tiles`.
-        part: which part of the tile `acc` is, to which the other parts are added first, see `parts`; or None.
+        part: the part of the tile in `acc`, see `parts`, to which the other parts are added first; None for a whole
+            tile.
     """
     out, out_strides, args = output
     batch, row, col, end, _, _ = place
@@ -162,7 +164,7 @@ def clear(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """Store zeros in place of a tile, which makes `COLS` columns of the output.
+    """Store zeros in place of a tile, which becomes `COLS` columns of the output.
 
     `output` is (out, out_strides), `shape` that of the output, and the place's column is one of it.
     """
@@ -184,18 +186,18 @@ def gemm_tiles(
     WIDE: tl.constexpr, ACC: tl.constexpr, OUT: tl.constexpr, PRECISION: tl.constexpr, IMPRECISE_ACC: tl.constexpr,
     M_MULTIPLE: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
-    """One program a tile, or with a workspace one for every `part_k` of a tile's K; see `parts`.
+    """One program for each tile; with a workspace, one for each `part_k` of a tile's K, see `parts`.
 
     PLACE's `state` is (tiles, part_k, place_args).
 
     Args:
         b_rest, out_rest: b and out again, with descriptors for blocks of `REST_N` columns.
-        b_scales, b_shifts: what belongs to b where it is the words of packed numbers, see `packed`; or None.
+        b_scales, b_shifts: the group parameters of b if it has packed numbers, see `packed`; otherwise None.
         workspace: (partials, semaphores), or None where tiles are not cut.
         PART: where tiles are cut, which part of which tile a program has; otherwise not used.
         RAGGED: "rows" where PLACE is `place.tile_of_rows`, "k" where it is `place.part_of_ranges`, otherwise "". The
             host does not know the groups, so it starts as many programs as there can be units. Rows behind the last
-            group's become 0.
+            group become 0.
     """
     M = multiple(M, M_MULTIPLE)
     shape = (M, N, K)
@@ -258,7 +260,7 @@ def walk(
     SUBTILES: tl.constexpr, CHECK_K: tl.constexpr, WIDE: tl.constexpr, ACC: tl.constexpr, OUT: tl.constexpr,
     PRECISION: tl.constexpr, IMPRECISE_ACC: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
-    """Deals `units` tiles, of BLOCK_M / PARTS_M by BLOCK_N / PARTS_N each, out to all programs in turn.
+    """Deals out `units` tiles, of BLOCK_M / PARTS_M by BLOCK_N / PARTS_N each, to all programs in turn.
 
     `FLATTEN` fuses the tile loop with the K loop, so that the next tile's loads start under this tile's epilogue.
     """
@@ -288,11 +290,11 @@ def gemm_persistent(
 ):  # fmt: skip
     """As many programs as run at once, each taking every num_programs-th tile.
 
-    With a TAIL_PLACE, what does not fill a wave of whole tiles goes in `tail_tiles` small ones, of `BLOCK_M / TAIL_M`
-    by `BLOCK_N / TAIL_N`, behind `tiles` whole ones: the last `cut` whole tiles, cut up, and the columns that BLOCK_N
-    does not divide, `strips` small tiles to a row of them. Steps along K are then `TAIL_K`: a small tile computes
-    little per step, and longer steps keep as many bytes in flight. `a_tail`, `b_tail` and `out_tail` are the matrices
-    again, since a descriptor has the size of its blocks built in.
+    With a TAIL_PLACE, work that does not fill a wave of whole tiles is cut into `tail_tiles` small ones of `BLOCK_M /
+    TAIL_M` by `BLOCK_N / TAIL_N`. They come behind `tiles` whole ones: first the last `cut` whole tiles in small ones,
+    then the columns that BLOCK_N does not divide, with `strips` small tiles for each row of them. Steps along K are
+    then `TAIL_K`: a small tile computes little per step, and longer steps keep as many bytes in flight. `a_tail`,
+    `b_tail` and `out_tail` are the matrices again, since a descriptor has the size of its blocks built in.
 
     PLACE's and TAIL_PLACE's `state` is (tiles, tail_tiles, cut, strips, place_args).
     """

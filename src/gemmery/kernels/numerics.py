@@ -30,9 +30,9 @@ def widen(x):
 def dot(a, b, acc, PRECISION: tl.constexpr, IMPRECISE_ACC: tl.constexpr):
     """`acc + a @ b` in the accumulator's type.
 
-    The interpreter multiplies the raw bits of bf16 and fp8, so there both are widened first. It multiplies with NumPy,
-    whose sums can depend on where in a tile a row is; so it sums a step in double precision and rounds that once, which
-    gives a row the same bits in every batch, as the tensor cores do.
+    The interpreter multiplies the raw bits of bf16 and fp8, so both are widened first there. It multiplies with NumPy,
+    whose sums can depend on a row's place in the tile. So it sums a step in double precision and rounds the sum once.
+    A row then has the same bits in every batch, as with tensor cores.
     """
     if INTERPRETED and a.dtype.is_floating() and a.dtype.primitive_bitwidth < 64:
         part = tl.dot(widen(a).to(tl.float64), widen(b).to(tl.float64), out_dtype=tl.float64)
@@ -68,8 +68,8 @@ def to_fp8(x, DTYPE: tl.constexpr):
 def cast(x, DTYPE: tl.constexpr):
     """`x` in the type of the output, rounded to nearest even everywhere.
 
-    The interpreter truncates fp32 to bf16; there the rounding is written out on the bits. NaN stays NaN. What is too
-    large for e4m3 becomes ±448, as in torch and by the hardware's conversion.
+    The interpreter truncates fp32 to bf16; there the rounding is written out on the bits. NaN stays NaN. Numbers too
+    large for e4m3 become ±448, as in torch and by the hardware's conversion.
     """
     if INTERPRETED and DTYPE.is_fp8():
         return to_fp8(x.to(tl.float32), DTYPE)
@@ -80,6 +80,6 @@ def cast(x, DTYPE: tl.constexpr):
         bits = tl.where(x == x, rounded, bits | 0x400000)
         return (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
     if x.dtype == tl.float64 and DTYPE.is_fp8():
-        # Triton has no other way; torch goes by single precision, too.
+        # Triton has no other way, and torch also goes through single precision.
         x = x.to(tl.float32)
     return x.to(DTYPE)

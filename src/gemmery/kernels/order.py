@@ -12,8 +12,8 @@ import triton.language as tl
 def grouped(tile, tiles_m, tiles_n, band_m):
     """Column by column within tile bands, so that tiles in flight share blocks of A and B in L2.
 
-    A band is `band_m` tiles high, the last one perhaps less; `band_m=1` is plain row-major order. The scheme is the one
-    of Triton's matmul tutorial and, under the name of threadblock swizzling, of CUTLASS.
+    A band is `band_m` tiles high, but the last one may be lower; `band_m=1` is plain row-major order. Triton's matmul
+    tutorial and CUTLASS, which calls it threadblock swizzling, have the same order.
     """
     batch = tile // (tiles_m * tiles_n)
     tile_m, tile_n = banded(tile % (tiles_m * tiles_n), tiles_m, tiles_n, band_m)

@@ -1,10 +1,10 @@
 """Loaders of packed weights, with the signature of `operands`' loaders: a block comes as numbers in fp16 or bf16.
 
-`x` is (words, scales, shifts), or the words alone where there are no scales, each a pointer or a tensor descriptor;
-shifts may be None. Scales and shifts are the group parameters, those of a quantisation group: of some rows of K. The
-matrix is (K, N), as products have it, and its words are of its transpose: (matrices, strips, lines, 32), see
-`formats.packing`. Scales and shifts are (matrices, groups, columns). `strides` is (steps, strips, lines, groups,
-columns): steps of the batch in matrices, negated, and the sizes just named.
+`x` is (words, scales, shifts), each a pointer or a tensor descriptor, or the words alone if there are no scales;
+shifts may be None. Scales and shifts are the group parameters. A quantisation group is some rows of K. The matrix is
+(K, N), as products have it, and its words are of its transpose: (matrices, strips, lines, 32), see `formats.packing`.
+Scales and shifts are (matrices, groups, columns). `strides` is (steps, strips, lines, groups, columns): steps of the
+batch in matrices, negated, and the sizes just named.
 
 A loader is made for a format by `packed_access`, which gives these functions their last arguments. `unpack` also serves
 kernels that load the words in another way, see `specialized`.
@@ -25,7 +25,8 @@ def load_words(
 ):  # fmt: skip
     """The words of the block with corner (row, col), (strips, lines, 32).
 
-    With `PAIRED`, half of the columns are of the matrix's left half, from `col // 2` on, and half of its right one.
+    With `PAIRED`, half of the columns come from the matrix's left half, from `col // 2` on, and half from its right
+    half.
     """
     STRIPS: tl.constexpr = COLS // 16
     LINES: tl.constexpr = ROWS // (2 * PER)
@@ -78,7 +79,7 @@ def load_group_params(
 
 @triton.jit
 def spread(params, PART: tl.constexpr, PARTS: tl.constexpr, BLOCKS: tl.constexpr):
-    """Group parameters for each word, as far as they concern one part of it: (groups, rows) as (rows, words)."""
+    """The group parameters for one part of each word: (groups, rows) as (rows, words)."""
     GROUPS: tl.constexpr = params.shape[0]
     ROWS: tl.constexpr = params.shape[1]
     values = params.T
@@ -108,7 +109,7 @@ def full_like(x, VALUE: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def scaled(x, scale, shift, OFFSETS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """A number from which its zero is subtracted, times the scale, plus the offset, as far as there are any."""
+    """A number minus its zero, times the scale, plus the offset, as far as the format has them."""
     if scale is None:
         return x
     elif OFFSETS:
@@ -122,7 +123,7 @@ def number(
     x, scale, shift, EXPONENT: tl.constexpr, UNIT: tl.constexpr, ZERO: tl.constexpr, OFFSETS: tl.constexpr,
     DTYPE: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """A number as `formats.tensor` defines it, times 2^-UNIT, of `x`, which is the code's times 2^-EXPONENT."""
+    """A number as `formats.tensor` defines it, times 2^-UNIT. `x` is the code's number times 2^-EXPONENT."""
     multiplier = full_like(x, power(EXPONENT - UNIT), DTYPE)
     zero = full_like(x, -ZERO * power(-UNIT), DTYPE)
     if shift is None and (scale is None or scale.dtype == DTYPE):
@@ -148,7 +149,7 @@ def biased(
     x, scale, shift, BIAS: tl.constexpr, ZERO: tl.constexpr, OFFSETS: tl.constexpr, DTYPE: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
-    """A number as `formats.tensor` defines it, of `x`, which is the code's plus BIAS."""
+    """A number as `formats.tensor` defines it. `x` is the code's number plus BIAS."""
     if shift is not None and not OFFSETS:
         zero = shift
         if BIAS != 0:
@@ -165,10 +166,10 @@ def numbers(
     RUNS: tl.constexpr, CODE: tl.constexpr, ZERO: tl.constexpr, OFFSETS: tl.constexpr, DTYPE: tl.constexpr,
     ASM: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
-    """Two numbers of each column, in blocks of the words' shape; scale and shift are those of the columns' words."""
+    """Two numbers of each column, in blocks of the words' shape, given the scales and shifts of the words."""
     WAIT: tl.constexpr = wait_of(PART, PER // 2, BLOCKS) if WAITS else -1
     UNIT: tl.constexpr = unit_of(CODE, 32 // PER, DTYPE, ASM)
-    # Others have their zero in the decoder's table.
+    # The decoder's table already has the zero of other numbers.
     OWN: tl.constexpr = ZERO if CODE == "int" else 0
     first, second = DECODE(words, PART, RUNS, DTYPE, ASM, WAIT)
     if UNIT > 0:
@@ -254,7 +255,7 @@ def load_packed(
 ):  # fmt: skip
     """A block of a packed matrix.
 
-    Beyond the matrix there are finite numbers, which a product multiplies by zeros, or whose result nobody stores.
+    Beyond the matrix the numbers are finite. A product multiplies them by zeros, or does not store their results.
 
     Args:
         UNPACK: `unpack`, made for the format.

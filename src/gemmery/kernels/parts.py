@@ -1,16 +1,17 @@
 """Cutting tiles along K, and adding their partial sums up within the same launch.
 
 A program that has summed its part of a tile stores the partial sum in the workspace and counts itself at the tile's
-semaphore. The program that arrives last adds all partial sums and goes on as if it had computed the tile alone. Nobody
-waits. The partial sums are added in the order of K, whoever comes last, so the result is always the same. The semaphore
-is back at zero afterwards. The scheme of the semaphore is that of stream-K (Osama et al., 2023, arXiv:2301.03598).
+semaphore. The program that arrives last adds all partial sums and goes on as if it had computed the tile alone. No
+program waits. The partial sums are added in the order of K, whichever program arrives last, so the result is always
+the same. Afterwards the semaphore is zero again. Stream-K uses a semaphore in the same way (Osama et al., 2023,
+arXiv:2301.03598).
 
-`part` is (partials, part, parts, tile, tiles, size): where partial sums are stored, which part of how many of which of
-how many tiles this is, and the number of elements of a partial sum. The part's partial sum has the number
-`part * tiles + tile`.
+`part` is (partials, part, parts, tile, tiles, size): the memory of partial sums, the number of this part and of the
+parts of a tile, the number of this tile and of all tiles, and the elements of a partial sum. The partial sum of this
+part has the number `part * tiles + tile`.
 
-A function PART says it, `PART(unit, state, shape, place) -> (part, parts, tile, before)`: of what PLACE is given, see
-`place`, and of what it returned. `before` counts partial sums that lie before the first one of this numbering.
+A function `PART(unit, state, shape, place) -> (part, parts, tile, before)` returns them. It gets the arguments of
+PLACE, see `place`, and its result. `before` counts the partial sums that lie before the first one of this numbering.
 """
 
 import triton
@@ -21,14 +22,14 @@ from .place import range_of
 
 @triton.jit
 def of_tile(unit, state, shape, place):
-    """PART where all tiles have as many parts; `state` begins with (tiles, part_k)."""
+    """PART if all tiles have the same number of parts; `state` begins with (tiles, part_k)."""
     tiles = state[0]
     return unit // tiles, tl.num_programs(0) // tiles, unit % tiles, 0
 
 
 @triton.jit
 def of_range(unit, state, shape, place):
-    """PART where each tile has a range of K, which has as many parts of `part_k` as it needs.
+    """PART if each tile has a range of K, which is cut into as many parts of `part_k` as it needs.
 
     PLACE is `place.part_of_ranges`. No two partial sums lie in one place: before those of a matrix there is room for
     one of each matrix before it, and for one of each whole part of the ranges before its own.
@@ -70,9 +71,9 @@ def last_to_arrive(semaphores, part):
 
 @triton.jit
 def load_partial(index, part, inside):
-    """What another program stored, or zeros where there is no such part.
+    """The partial sum that another program stored, or zeros if there is no such part.
 
-    Read past the first level of cache, which other multiprocessors' writes do not reach.
+    The load bypasses the L1 cache, which does not see the writes of other multiprocessors.
     """
     there = index + inside * 0 < part[2]
     return tl.load(

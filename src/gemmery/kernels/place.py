@@ -1,4 +1,4 @@
-"""Places: from the number of a unit of work to where it lies.
+"""Places: from the number of a unit of work to its corner and its range of K.
 
 All places have the signature
 
@@ -9,7 +9,7 @@ K. `state` is the kernel's numbers of units, as each kernel's docstring lists th
 run-time arguments, `place_args`, which may hold pointers. `shape` is (M, N, K), tiles are of `BLOCK_M` by `BLOCK_N`,
 and `band_m` is the height of a tile band, see `order`.
 
-A unit's range of K may be empty. Loaders then give zeros for the one step that kernels take in any case.
+A unit's range of K may be empty. Loaders then return zeros for the single step that kernels always take.
 """
 
 import triton
@@ -40,10 +40,10 @@ def whole_tile(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 
 @triton.jit
 def single_tile(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, band_m):
-    """Tile number `unit`, over all of K, where each program has one. `state` begins with the number of tiles.
+    """Tile number `unit`, over all of K, if each program has one tile. `state` begins with the number of tiles.
 
-    The remainder is `unit` itself. Without it ptxas allocates registers otherwise, and spills some of a tf32 kernel's
-    for sm_80.
+    The remainder equals `unit`. Without the division, ptxas allocates registers differently, and a tf32 kernel for
+    sm_80 spills some.
     """
     return whole_tile(unit % state[0], state, shape, BLOCK_M, BLOCK_N, band_m)
 
@@ -59,7 +59,7 @@ def split_tile(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 
 @triton.jit
 def inner_tile(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, band_m):
-    """Tile number `unit` of those that have all of their columns; `tail_tile` has the other columns."""
+    """Tile number `unit` of the tiles that have all of their columns; `tail_tile` places the other columns."""
     M, N, K = shape
     batch, tile_m, tile_n = grouped(unit, tl.cdiv(M, BLOCK_M), N // BLOCK_N, band_m)
     return batch, tile_m * BLOCK_M, tile_n * BLOCK_N, M, 0, K
@@ -73,7 +73,7 @@ def tail_tile(
     """Small tile number `unit`: first the parts of whole tiles, then those of the columns that `inner_tile` leaves.
 
     A tile is cut into `PARTS_M` by `PARTS_N`. `state` begins with (whole tiles, small tiles, whole tiles that are cut,
-    small tiles to a row of the columns left). Where that is 0, no unit gets past the parts of whole tiles.
+    small tiles to a row of the columns left). If the last is 0, all units are parts of whole tiles.
     """
     M, N, K = shape
     PARTS: tl.constexpr = PARTS_M * PARTS_N
@@ -143,7 +143,7 @@ def sized_part(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 def group_of(tile, offs, groups, M, BLOCK_M, SCAN: tl.constexpr, LEAST: tl.constexpr):
     """The group to which a row of tiles belongs, where the rows of groups lie one behind the other.
 
-    Rows behind the last group's are those of one more group, number `groups`. Behind these, a row of tiles has no rows.
+    Rows behind the last group form one more group, number `groups`. A row of tiles behind these has no rows.
 
     Args:
         tile: the number of the row of tiles. Each group begins with a new one.
@@ -155,7 +155,7 @@ def group_of(tile, offs, groups, M, BLOCK_M, SCAN: tl.constexpr, LEAST: tl.const
     Returns:
         The group, its first row of tiles, its first row and its end; and how many rows of tiles there are.
     """
-    # Two numbers in each, so that warps exchange fewer sums.
+    # Two counts are in each number, so that warps exchange fewer sums.
     found = tl.cast(tile * 0, tl.int64)
     rows = found
     total = tile * 0
@@ -163,7 +163,7 @@ def group_of(tile, offs, groups, M, BLOCK_M, SCAN: tl.constexpr, LEAST: tl.const
         group = chunk + numbered(SCAN)
         begins = tl.load(offs + group - 1, mask=(group > 0) & (group <= groups), other=0)
         ends = tl.load(offs + group, mask=group < groups, other=0)
-        # Whatever the ends are, no row outside is touched.
+        # So no row outside is touched, even if the ends are wrong.
         begins = tl.where(group > groups, M, tl.maximum(tl.minimum(begins, M), 0))
         ends = tl.where(group >= groups, M, tl.maximum(tl.minimum(ends, M), 0))
         tiles = tl.cdiv(tl.maximum(ends - begins, 0), BLOCK_M)
@@ -185,7 +185,7 @@ def group_of(tile, offs, groups, M, BLOCK_M, SCAN: tl.constexpr, LEAST: tl.const
 def tile_of_rows(
     unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, band_m, SCAN: tl.constexpr
 ):
-    """Tile number `unit` of groups of rows, one group's tiles behind the other's; see `group_of`.
+    """Tile number `unit` of groups of rows, group after group; see `group_of`.
 
     The batch is the group. A group's weight is read once, since its tiles come together. `place_args` is
     (offs, groups). A unit beyond the last tile begins at the end of its rows.
@@ -201,7 +201,7 @@ def tile_of_rows(
 
 @triton.jit
 def range_of(batch, offs, K):
-    """The beginning and the end of a matrix's range of K, within K whatever the ends of the ranges are."""
+    """The beginning and the end of a matrix's range of K. They lie within K, even if the ends of the ranges do not."""
     begin = tl.maximum(tl.minimum(tl.load(offs + batch - 1, mask=batch > 0, other=0), K), 0)
     return begin, tl.maximum(tl.minimum(tl.load(offs + batch), K), begin)
 
@@ -226,9 +226,9 @@ def part_of_ranges(
     """Part of a tile of such a batch: `part_k` of its matrix's range of K, or what is left of it; see `parts.of_range`.
 
     A range has at least one part. Units are the tiles of the first part, then those of the second, and so on, so that
-    programs that start together load the same blocks. `state` is (tiles of a matrix, part_k, place_args). A unit beyond
-    the last part begins at the end of its rows. So do all units where there are too many, which happens where the ends
-    are not in order: a tile of which some parts have no program would never be finished.
+    programs that start together load the same blocks. `state` is (tiles of a matrix, part_k, place_args). A unit
+    beyond the last part begins at the end of its rows. If the ends are not in order, there can be too many parts. Then
+    all units begin there, since a tile with a part that no program has would never be finished.
     """
     M, N, K = shape
     tiles, part_k = state[0], state[1]
@@ -242,7 +242,7 @@ def part_of_ranges(
 
 @triton.jit
 def next_tile_of_rows(unit, state, shape, BLOCK_M, BLOCK_N, band_m, known):
-    """The same for units that are met in ascending order: looks for the group from where an earlier one was found.
+    """The same for units in ascending order: the search begins with the group of the earlier unit.
 
     `state` is that of `sized_tile`, with the divisors of `BLOCK_M` and of the tiles along N in the first and the last
     place, and then `place_args`. Rows behind the last group have a range of K behind that of all operands, which is as

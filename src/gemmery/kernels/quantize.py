@@ -1,11 +1,11 @@
 """Quantising: the largest magnitude of each line, the scale that follows from it, and the line as small numbers.
 
-A line is what shares a scale, or a part of it: `span` neighbouring columns of a row. A row has `groups` of them, the
-last of which may be shorter. Blocks of lines go along the rows, or `DOWN` through rows that are neighbours in memory. x
-has any strides, as `operands` has them; what is written is contiguous.
+A line is `span` adjacent columns of a row that share a scale, or a part of them. A row has `groups` lines, the last of
+which may be shorter. Blocks of lines go along the rows, or `DOWN` through rows that are neighbours in memory. x has
+any strides, as `operands` has them; what is written is contiguous.
 
-Magnitudes are compared as integers, which float32 without its sign is ordered by: so a NaN is the largest of all, as in
-torch, where a maximum of floats would lose it.
+Magnitudes are compared as integers: the bits of float32 numbers without sign have the order of the numbers. A NaN is
+then the largest of all, as in torch; a maximum of floats would lose it.
 """
 
 import triton
@@ -18,16 +18,16 @@ from .scales import as_fp32
 
 @triton.jit
 def find_lines(block, rows, groups, LINES: tl.constexpr, DOWN: tl.constexpr):
-    """Of the lines of a block: their rows and their places in the row, each (LINES,), and which of them exist."""
+    """The rows of a block's lines and their places in the row, each (LINES,), and which of them exist."""
     block = tl.cast(block, tl.int64)
     if DOWN:
-        # All at one place, and in neighbouring rows as the compiler sees it.
+        # All lines are at one place of adjacent rows, which the compiler can see.
         across = tl.cdiv(rows, LINES)
         row = block % across * LINES + tl.arange(0, LINES)
         return row, tl.zeros((LINES,), tl.int64) + block // across, row < rows
     else:
         first = block * LINES
-        # One division of 64 bits for all lines: what comes on top of the first one's place is small.
+        # One division of 64 bits for all lines, since they lie close to the first one.
         place = (first % groups).to(tl.int32) + tl.arange(0, LINES)
         row = first // groups + place // groups
         return row, (place % groups).to(tl.int64), row < rows
@@ -71,16 +71,16 @@ def magnitudes(x):
 
 @triton.jit
 def scale_of(magnitude, LARGEST: tl.constexpr):
-    """The scale with which the largest magnitude becomes the largest number; 1 where there are but zeros."""
+    """The scale with which the largest magnitude becomes the largest number; 1 if all numbers are 0."""
     scale = tl.div_rn(magnitude.to(tl.float32, bitcast=True), tl.full(magnitude.shape, LARGEST, tl.float32))
     return tl.where(scale == 0, 1.0, scale)
 
 
 @triton.jit
 def power_of(magnitude, EXPONENT: tl.constexpr):
-    """What is stored of a scale of the MX formats, and the scale: the magnitude's own power of two over 2^EXPONENT.
+    """The stored form of a scale of the MX formats, and the scale: the magnitude's power of two divided by 2^EXPONENT.
 
-    What is stored is the exponent, from 2^-127 on: 127 of 0, and 255, NaN, of what is not finite.
+    The stored form is the exponent plus 127: 127 for a magnitude of 0, and 255, which is NaN, if it is not finite.
     """
     own = magnitude >> 23
     exponent = tl.where(own == 255, 255, tl.maximum(own - EXPONENT, 0))
@@ -90,7 +90,7 @@ def power_of(magnitude, EXPONENT: tl.constexpr):
 
 @triton.jit
 def line_scale(magnitude, LARGEST: tl.constexpr, EXPONENT: tl.constexpr):
-    """What is stored of the scale of lines, and the scale; a power of two unless EXPONENT is None."""
+    """The stored form of the scale of lines, and the scale; a power of two unless EXPONENT is None."""
     if EXPONENT is None:
         scale = scale_of(magnitude, LARGEST)
         return scale, scale
@@ -100,11 +100,11 @@ def line_scale(magnitude, LARGEST: tl.constexpr, EXPONENT: tl.constexpr):
 
 @triton.jit
 def quantized(x, scale, LARGEST: tl.constexpr, DTYPE: tl.constexpr):
-    """float32 numbers divided by their scale, rounded to nearest even and cut off at what is largest."""
+    """float32 numbers divided by their scale, rounded to nearest even and clamped to the largest number."""
     scale = tl.broadcast_to(scale, x.shape)
     # Rounded correctly, as in torch; Triton's own quotient is an estimate.
     quotient = tl.div_rn(x, scale)
-    # NaN is neither larger nor smaller.
+    # A NaN passes both comparisons.
     quotient = tl.where(quotient > LARGEST, LARGEST, tl.where(quotient < -LARGEST, -LARGEST, quotient))
     if tl.int8 == DTYPE:
         quotient = tl.where(quotient == quotient, quotient, 0.0)
@@ -152,7 +152,7 @@ def largest_magnitudes(
     x, maxima, blocks, rows, groups, span, M, K, sizes, strides,
     LINES: tl.constexpr, COLS: tl.constexpr, DOWN: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """What each program found to be the largest magnitude in the blocks of lines that it has looked at."""
+    """Stores, for each program, the largest magnitude in its blocks of lines."""
     most = tl.zeros((LINES, COLS), tl.int32)
     for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
         line, places, inside = find_lines(block, rows, groups, LINES, DOWN)
@@ -177,7 +177,7 @@ def quantize_known(
     line, places, inside = find_lines(tl.program_id(0), rows, groups, LINES, DOWN)
     starts = find_rows(x, line, M, sizes, strides)
     if FOUND == 0:
-        # A magnitude is as a user gives it: zero may have a sign.
+        # The user may give the magnitude, so a zero may have a sign.
         scale = scale_of(magnitudes(tl.load(maxima + line, mask=inside, other=0.0)), LARGEST)
         tl.store(scales + line, scale, mask=inside & (places == 0))
     else:

@@ -1,15 +1,15 @@
 """The sum of the partial sums of several GPUs, each of which has a range of K; see `operands.summed`.
 
 Every rank stores its partial sum of a block straight into the memory of every other rank, waits for theirs, and adds
-all of them up in the order of the ranks. So all ranks have the same bits, whoever comes first. A partial sum is its own
-signal: a place is `EMPTY` until something is stored there, and `EMPTY` again once it has been read. No flags and no
-fences are needed, since four bytes arrive together. FlashInfer's and TensorRT-LLM's all-reduce for few rows, "Lamport"
-there, works likewise (github.com/flashinfer-ai/flashinfer).
+all of them up in the order of the ranks. So all ranks have the same bits, whichever comes first. A partial sum is its
+own signal: a place is `EMPTY` until a number is stored there, and `EMPTY` again once the number has been read. No
+flags and no fences are needed, since four bytes arrive together. The all-reduce for few rows of FlashInfer and
+TensorRT-LLM, which they call "Lamport", works likewise (github.com/flashinfer-ai/flashinfer).
 
-For each rank an element has two places, which products use in turn. A rank that stores into a place for the second time
-has all partial sums of the product in between. The others sent these when they had finished the product before, and
-so had emptied the place. `uses` counts the products that a square of 8 by 8 elements has been part of. It is the same
-on all ranks, as long as they compute the same products in the same order.
+For each rank an element has two places, which products use in turn. When a rank stores into a place for the second
+time, it has received all partial sums of the product in between. The other ranks sent these after they had finished
+the product before, so they had emptied the place. `uses` counts the products that a square of 8 by 8 elements has been
+part of. It is the same on all ranks, as long as they compute the same products in the same order.
 """
 
 from typing import Any
@@ -24,9 +24,9 @@ from .dialect import value_of
 from .operands import beside, column_halves
 from .rings import barrier
 
-#: The bits of an element that nothing was stored in: -0.0 as fp32, and the least int32, which no sum of products is.
+#: The bits of an empty place: -0.0 as fp32, and the least int32, which is never a sum of products.
 EMPTY = tl.constexpr(-(1 << 31))
-#: The bits of a NaN, for what did not arrive.
+#: The bits of a NaN, for numbers that did not arrive.
 MISSING = tl.constexpr(0x7FC00000)
 #: Elements that are sent and received at a time, limited by registers: by a warpgroup, and by a block of other kernels.
 TOGETHER, TOGETHER_IN_BLOCKS = tl.constexpr(1024), tl.constexpr(2048)
@@ -47,9 +47,10 @@ def numbers_along(acc, DIM: tl.constexpr):
 
 @constexpr_function
 def parts_rows(kind):
-    """Whether a block of a type is parted by rows: where a thread's elements lie in both halves of these alone.
+    """Whether a block of a type is split by rows: a thread has elements in both halves of the rows, but not of the
+    columns.
 
-    Only Gluon's types say where they lie.
+    Only Gluon's types tell the layout.
     """
     layout: Any = getattr(kind, "layout", None)
     sliced = []
@@ -77,7 +78,7 @@ def halves(acc):
 
 @triton.jit
 def together(first, second, like):
-    """What `halves` has parted."""
+    """Joins the results of `halves`."""
     if parts_rows(like.type):
         made = beside(first.permute(1, 0), second.permute(1, 0)).permute(1, 0)
     else:
@@ -89,7 +90,7 @@ def together(first, second, like):
 
 @builtin
 def computed_anew(value, _semantic=None):
-    """The same number; what is computed from it is not kept in registers from before."""
+    """The same number. Values computed from it are computed anew, and not kept in registers from before."""
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic
     )
@@ -100,7 +101,7 @@ def time_now(like, _semantic=None):
     """The GPU's clock in nanoseconds, of 64 bits.
 
     Args:
-        like: a number, without which the compiler could look at the clock earlier.
+        like: a number that keeps the compiler from reading the clock earlier.
     """
     return gl.inline_asm_elementwise(
         "mov.u64 $0, %globaltimer;", "=l,r", [like], dtype=gl.int64, is_pure=False, pack=1, _semantic=_semantic
@@ -147,7 +148,7 @@ def arrived(places, inside, end, broken, failed, RANK: tl.constexpr):
         broken, failed: where it says that they did not come: on this GPU, and where the host sees it.
     """
     if IN_GLUON:
-        # Voting would take shared memory, of which assembly has all.
+        # A vote would take shared memory, all of which belongs to the assembly.
         bits = waited_for(tl.where(inside, EMPTY, 0), places, end + inside.to(tl.int64) * 0)
         # Another thread may wait for the same elements.
         barrier()
@@ -245,7 +246,7 @@ def receive(
         return together(first, second, acc)
     else:
         broken = uses + size // 64
-        # As `computed_anew`: the compiler does not know that this adds nothing.
+        # As in `computed_anew`: the compiler does not know that this adds 0.
         if IN_GLUON:
             row = computed_anew(row)
         else:

@@ -1,12 +1,12 @@
-"""What the kernels with a loading warp have in common: the ring of stages, and tiles cut along K between programs.
+"""Common parts of the kernels with a loading warp: the ring of stages, and tiles cut along K between programs.
 
 Programs take whole tiles in turn. The tiles that would not fill a last wave may be cut along K into `parts`, one a
-program; see `schedules.persistent_static.Work`. Each partial sum is stored in a workspace, and the program that
-finishes its part of a tile last adds all of them up. The scheme is stream-K's (Osama et al., 2023, arXiv:2301.03598).
+program; see `schedules.persistent_static.Work`. Each partial sum is stored in a workspace, and the last program to
+finish its part of a tile adds all of them up, as in stream-K (Osama et al., 2023, arXiv:2301.03598).
 
-The kernels' numbers are parameters of their own, since Triton makes a kernel for each of some values of those in
-tuples. Within a kernel they travel together: `shape` is (M, N, K), and PLACE's `state`, see `place`, is
-(tiles, tail units, parts, part_k, place_args).
+The kernels' numbers are separate parameters, because Triton compiles separate kernels for some values of numbers in
+tuples. Within a kernel they travel together: `shape` is (M, N, K), and PLACE's `state`, see `place`, is (tiles, tail
+units, parts, part_k, place_args).
 """
 
 from triton.experimental import gluon
@@ -18,8 +18,8 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 from . import operands
 from .dialect import in_gluon, value_of
 
-#: For blocks that are read once. They take the place of their own kind in L2, rather than of what is still to be
-#: written back or read again. None with versions that can't tell TMA so.
+#: The cache policy for blocks that are read once: they replace each other in L2, and not data that will be written
+#: back or read again. None with versions that cannot pass it to TMA.
 READ_ONCE = gl.constexpr(
     hopper.CachePolicy(l2=hopper.FractionalEvictionPolicy("evict_first", 1.0))
     if hasattr(hopper, "CachePolicy")
@@ -127,9 +127,9 @@ def last_to_arrive(semaphore, others):
 
 @gluon.jit
 def combine(acc, tile, parts, partials, semaphore, PIECE: gl.constexpr, PIECES: gl.constexpr):
-    """Adds up a tile's parts, in order, in the program that finishes its part last; nobody waits.
+    """Adds up a tile's parts, in order, in the program that finishes its part last; no program waits.
 
-    Where warpgroups of one program have a piece of the tile each, they do this on their own.
+    If each warpgroup of a program has a piece of the tile, each one does this by itself.
 
     Args:
         tile: its number among those that are cut.

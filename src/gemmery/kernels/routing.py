@@ -4,9 +4,9 @@ An assignment is one choice of a token: number `token * k + choice`. A row is a 
 `0..groups - 1` are those of the tail, which is one more group behind the last.
 
 Few assignments are ranked by counting the keys below each (Knuth, The Art of Computer Programming, volume 3, section
-5.2, algorithm C), in one launch whose programs need nothing of each other. Many are sorted as one digit of a radix sort
-is (Satish, Harris and Garland, IPDPS 2009): blocks are counted, the counts are summed up over the blocks, and each
-block finds its rows. Neither has atomics that several programs share, so that results are the same in every run.
+5.2, algorithm C), in one launch whose programs do not depend on each other. Many are sorted as one digit of a radix
+sort is (Satish, Harris and Garland, IPDPS 2009): blocks are counted, the counts are summed up over the blocks, and
+each block finds its rows. Neither uses atomics between programs, so results are the same in every run.
 """
 
 import triton
@@ -44,7 +44,7 @@ def store_rows(order, inverse, token, place, row, count, k):
 
 @triton.jit
 def keys_below(limits, index, count, groups, layout, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """For each of (ROWS,) limits, how many keys `group * count + assignment` are less."""
+    """For each of (ROWS,) limits, the number of keys `group * count + assignment` below it."""
     found = tl.zeros((ROWS, COLS), tl.int32)
     for first in range(0, count, COLS):
         place = first + tl.arange(0, COLS)
@@ -187,7 +187,7 @@ def combine_rows(
             factors += (load_weight(weights, token, choice, K, weight_strides, WIDE),)  # type: ignore[assignment]
         for each in tl.static_range(CHOICES):
             at = rows[each].to(tl.int64) * y_strides[0] + col.to(tl.int64) * y_strides[1]
-            # What lies in the tail is not read.
+            # The tail is not read.
             inside = col < tl.where(rows[each] < end, columns, 0)
             parts += (tl.load(y + at, mask=inside, other=0.0),)
         for each in tl.static_range(CHOICES):

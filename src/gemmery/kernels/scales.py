@@ -1,8 +1,8 @@
 """Block scales: scales that change along K, by which each step's product is multiplied before it is added to the sum.
 
-Where all of them are powers of two, loaders multiply the numbers themselves by them, in bf16; so a step can be longer
-than what shares a scale, and its product is one of bf16. That is exact as far as bf16 goes: a number of an operand
-below 2^-133 is 0, whatever the other operand's scale, and one from 2^128 on is infinite.
+If all scales are powers of two, loaders multiply the numbers by them, in bf16. A step can then be longer than the
+columns that share a scale, and its product is one of bf16. This is exact within the range of bf16: a number below
+2^-133 becomes 0, whatever the other operand's scale, and a number from 2^128 on becomes infinite.
 
 `scales` is (pointer, steps, stride_row, stride_k) for A and then the same for B: the scale of row `i` for the columns
 `BLOCK` of K from `k` on is at `i // EVERY * stride_row + k // BLOCK * stride_k`; steps are those of the batch, negated.
@@ -171,7 +171,7 @@ def powers_of_columns(
 
 @triton.jit
 def rows_in_bf16(x, exponents):
-    """A block of fp8 numbers times their scales, powers of two: exact, but for what bf16 has no exponents for."""
+    """A block of fp8 numbers times their scales, powers of two: exact within the range of bf16."""
     ROWS: tl.constexpr = x.shape[0]
     COLS: tl.constexpr = x.shape[1]
     STEPS: tl.constexpr = exponents.shape[1]

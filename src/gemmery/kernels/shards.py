@@ -1,4 +1,4 @@
-"""Rows in shards, one for each of several GPUs: how a rank sends them, and how the others wait.
+"""Rows in shards, one for each of several GPUs: a rank sends its shard, and the others wait for it.
 
 A product of rows that all ranks have a shard of begins with the rank's own shard, while the others arrive: the copy
 engines of the other GPUs write them into a buffer of this one, each followed by the number of the call. Tiles wait for
@@ -176,7 +176,7 @@ def collect(
         calls: a pointer to the number of this call.
     """
     blocks = tl.cdiv(rows * cols, BLOCK)
-    # The rank's own shard comes first, for which nobody waits.
+    # The rank's own shard comes first, without a wait.
     turn = tl.program_id(0) // blocks
     at = (tl.program_id(0) - turn * blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     size = rows.to(tl.int64) * cols

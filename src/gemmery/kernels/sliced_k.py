@@ -8,8 +8,8 @@ and Marlin does it for int4 weights (github.com/IST-DASLab/marlin).
 
 Each warp issues its own products by `mma.sync`. `wgmma` would make four warps wait for each other.
 
-For Hopper, in Gluon, since the loop is assembly. Its arithmetic is that of `kernels.packed`, but for the order of the
-sum.
+For Hopper, in Gluon, since the loop is assembly. Its arithmetic is that of `kernels.packed`, except for the order of
+the sum.
 """
 
 from triton.experimental import gluon
@@ -85,7 +85,7 @@ def partial_sums(at, count, STRIDE, _semantic=None):
 
 @builtin
 def same_program(_semantic=None):
-    """The number of the program, read anew: what is computed from it need not be kept in registers until here."""
+    """The number of the program, read anew, so that values computed from it need not stay in registers."""
     return gl.inline_asm_elementwise(
         "mov.u32 $0, %ctaid.x;", "=r", [], dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic
     )
@@ -194,7 +194,7 @@ def gemm_sliced_k(
 
     Args:
         x: pointer to rows of activations, whose elements are adjacent.
-        words, scales, shifts: pointers to those of a packed weight; None for what it has not.
+        words, scales, shifts: pointers to those of a packed weight; None for those that it lacks.
         tiles: along both M and N.
         part_k: K in a part of a tile; ignored where none is cut.
         x_stride, out_row, out_col: strides of the activations' rows, and of the output.

@@ -1,15 +1,15 @@
 """The assembly of `kernels.sliced_k`: how warps load and multiply their share of a packed weight's strips.
 
-A strip is 16 rows of the weight. A program has bundles of `bundle` strips; a unit is a bundle and `DEPTH` numbers along
-K, and is multiplied by one warp, which loads activations once for the whole bundle. All warps go through K in chunks,
-whose activations are in shared memory, and share out the units of one chunk after the other evenly. So a warp has a
-range of units, of one bundle or of two. Which bundles it has is the same in every chunk, since it depends on the ratio
-of bundles to warps alone.
+A strip is 16 rows of the weight. A program has bundles of `bundle` strips; a unit is a bundle and `DEPTH` numbers
+along K, and is multiplied by one warp, which loads activations once for the whole bundle. All warps go through K in
+chunks, whose activations are in shared memory. They divide the units of each chunk evenly among themselves. So a warp
+has a range of units, of one bundle or of two. These bundles are the same in every chunk, since they depend only on the
+ratio of bundles to warps.
 
 A warp has slots of its own for the words of its next units, and does not wait for other warps'. Words and activations
-are copied by `cp.async.bulk`, which can be told that words are read once: then they leave L2 first, and not what is
-still to be written back to memory. PTX has the same hint for `cp.async`, but an H200 fails there with an illegal
-instruction.
+are copied by `cp.async.bulk`, which takes the hint that words are read once. They then leave L2 first, before data
+that is still to be written back to memory. PTX has the same hint for `cp.async`, but an H200 fails there with an
+illegal instruction.
 """
 
 from typing import NamedTuple
@@ -235,8 +235,8 @@ def _own_params(s: Shape) -> str:
 def _load_chunk() -> str:
     """Assembly that begins to copy the activations of the chunk from `at` on, in the first warp: a row for each thread.
 
-    Rows past M have no space: what is read in their place affects only columns of the sum that are not stored. Numbers
-    past K are set to zero. `at` counts from `first_unit`, and `load_buffer` is the chunk's buffer.
+    Rows past M have no space: the bytes that are read in their place affect only columns of the sum that are not
+    stored. Numbers past K are set to zero. `at` counts from `first_unit`, and `load_buffer` is the chunk's buffer.
     """
     return (
         "{ .reg .pred there; .reg .b32 to, bar, bytes, all, last; .reg .b64 from, wide;"

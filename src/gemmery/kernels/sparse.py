@@ -1,4 +1,4 @@
-"""Loaders of 2:4 sparse weights, with the signature of `operands`' loaders: a block comes with its zeros between.
+"""Loaders of 2:4 sparse weights, with the signature of `operands`' loaders: a block comes with its zeros.
 
 `x` is (values, metadata, scales), as `formats.sparse` has them; values come by a pointer or a tensor descriptor,
 metadata and scales, which may be None, by a pointer. The matrix is (K, N), as products have it, and what is stored is
@@ -36,7 +36,7 @@ def load_values(
     values, matrix, rows, blocks, row, col, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr,
     PAIRED: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
-    """The kept numbers of a block as they are stored, one for EACH columns, (COLS, ROWS / EACH)."""
+    """The kept numbers of a block as they are stored, one value for EACH columns, (COLS, ROWS / EACH)."""
     OWN: tl.constexpr = ROWS // EACH
     if TMA:
         if PAIRED:

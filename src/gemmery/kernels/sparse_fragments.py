@@ -1,4 +1,4 @@
-"""What the lanes of a warp hand to `mma.sp`, and how 2:4 sparse weights are read so that it lies there.
+"""The registers that each lane of a warp gives to `mma.sp`, and how 2:4 sparse weights are read into them.
 
 `mma.sp.m16n8k32` multiplies 16 rows of a weight, whose kept numbers are (16, 16), by 8 rows of activations, both 32
 columns long. It sums eight groups of four columns. Which groups these are is free, as long as kept numbers, metadata
@@ -107,7 +107,7 @@ def of_instructions(w0, w1, w2, w3):
 
 @gluon.constexpr_function
 def assembly(KIND, SELECTOR):
-    """The instruction; PTX wants to hear that the places of metadata are in order, or it may be slow."""
+    """The instruction. `ordered_metadata` promises that metadata's places are in order; without it, it may be slow."""
     return (
         f"mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col.f32.{KIND}.{KIND}.f32"
         f" {{$0, $1, $2, $3}}, {{$4, $5, $6, $7}}, {{$8, $9, $10, $11}}, {{$0, $1, $2, $3}}, $16, {SELECTOR};"

@@ -21,13 +21,13 @@ from `first_k` to `last_k`; `multiply_packed` and `multiply_scaled` are made int
 With SWAP it gives the transposed product, and the warpgroups divide the tile's columns between them, otherwise its
 rows.
 
-Of a tile of 64 columns of a packed weight each warpgroup has all, and they take turns along K, a step each; in the end
-the first one adds the other one's sum to its own. So there can be as many tiles as multiprocessors where tiles of 128
-columns would have to be cut along K between programs, whose parts meet in memory: with few rows, that takes up to a
-tenth of the time. Each stage is one warpgroup's, for which there must be an even number of them: a barrier only tells
-the parity of uses, and to a warpgroup that is ahead the use before its own, by the other one, would look like its own.
+In a tile of 64 columns of a packed weight, each warpgroup has all columns, and they take turns along K, a step each.
+In the end the first one adds the other one's sum to its own. So there are enough tiles for all multiprocessors where
+tiles of 128 columns would have to be cut along K between programs. The parts of such tiles meet in memory, which takes
+up to a tenth of the time with few rows. Each stage belongs to one warpgroup, so the number of stages must be even: a
+barrier only tells the parity of uses, and a warpgroup that is ahead would take the other one's use for its own.
 
-With PAIRED the columns of a tile are of both halves of a packed weight, and two of them make one of the output.
+With PAIRED the columns of a tile come from both halves of a packed weight, and two of them make one of the output.
 
 `shape` and `state` say what there is to do, see `rings`.
 """
@@ -59,7 +59,7 @@ def copy_group_params(
 ):  # fmt: skip
     """Copies group parameters, from number `group` on, into a stage; `arrived` is not complete before they are there.
 
-    There are a few bytes of them for each column, which TMA has no layout for.
+    There are only a few bytes of them for each column, for which TMA has no layout.
     """
     VECTOR: gl.constexpr = 128 // x.dtype.element_ty.primitive_bitwidth
     if PAIRED:
@@ -103,8 +103,8 @@ def load(
 ):  # fmt: skip
     """Loads the blocks of one tile, from `first_k` to `last_k`, as far ahead as there are stages.
 
-    With ROTATE each column of tiles begins at another step, and goes around. They want the same block of A otherwise,
-    and where that is a single row, all of them would ask one slice of L2 for it.
+    With ROTATE each column of tiles begins at another step, and wraps around. Otherwise all would need the same block
+    of A at once, and if that is a single row, all would ask one slice of L2 for it.
 
     With GROUP `step_args` is (scales, shifts, groups, columns): two matrices with a row for each group, the second of
     which may be None, and their sizes.
@@ -365,7 +365,8 @@ def multiply_packed(
     stage, phase = later(stage, phase, first, STAGES)
     acc = gl.zeros([ROWS, BLOCK_M], gl.float32, ACC)
     if not TURNS:
-        # Else there is a way around the loop, on which what comes behind it is computed in advance, and apart.
+        # Otherwise there is a path around the loop, for which the code behind it is computed in advance and
+        # separately.
         gl.assume(first_k < last_k)
     for _ in range(first_k + first * BLOCK_K, last_k, EVERY * BLOCK_K):
         mbarrier.wait(full.index(stage), phase)
@@ -392,7 +393,7 @@ def multiply_packed(
 def add_scaled(acc, product, scale):
     """`acc + product * scale`, a scale a row, before the next product.
 
-    The compiler would leave the sums for later, when more products are under way, for which there are no registers.
+    The compiler would postpone the sums until more products are under way, for which there are no registers.
     """
     return gl.inline_asm_elementwise(
         "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", [product, gl.expand_dims(scale, 1), acc],
@@ -474,7 +475,7 @@ def multiply_scaled(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What comes after the K loop
+# After the K loop
 
 
 @gluon.jit

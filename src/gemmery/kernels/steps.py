@@ -9,8 +9,8 @@ may be
 
     load_step(args, shape, sizes, batch, row, col, k, ROWS, COLS, STEP) -> loaded
 
-which loads what a step needs besides the two blocks, before they are waited for; `args` is its own tuple of pointers
-and strides, `shape` is (M, N, K), and (row, col, k) is where the step of `ROWS` by `COLS` by `STEP` begins.
+which loads further data of a step before the wait for the two blocks. `args` is its tuple of pointers and strides,
+`shape` is (M, N, K), and (row, col, k) is where the step of `ROWS` by `COLS` by `STEP` begins.
 """
 
 import triton

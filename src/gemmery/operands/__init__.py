@@ -1,4 +1,4 @@
-"""Kinds of operands: what each says of itself. A new kind is a file here and a loader in `kernels`."""
+"""Kinds of operands, each with all that the library asks of it. A new kind is a file here and a loader in `kernels`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
     "Summed", "SummedOperand", "SummedOver", "Traced", "rebuild",
 ]  # fmt: skip
 
-#: What makes an operand again, by the first word of its text.
+#: The functions that rebuild an operand, by the first word of its text.
 _KINDS: dict[str, Callable[[Sequence[str], Sequence[Tensor], Sequence[int]], Operand]] = {
     "blocks": BlocksOperand.rebuild,
     "dense": lambda facts, tensors, sizes: DenseOperand(tensors[0], None, tensors[1:]),
@@ -44,6 +44,6 @@ _KINDS: dict[str, Callable[[Sequence[str], Sequence[Tensor], Sequence[int]], Ope
 
 
 def rebuild(text: str, tensors: Sequence[Tensor], sizes: Sequence[Any]) -> Operand:
-    """The operand of which `Operand.text` gave a text, of its tensors and `Operand.sizes`."""
+    """Rebuilds the operand from the text of `Operand.text`, its tensors and `Operand.sizes`."""
     kind, *facts = text.split(":")
     return _KINDS[kind](facts, tensors, sizes)

@@ -1,4 +1,4 @@
-"""A first operand for whose products tiles wait for other GPUs: for rows of it, or for what the epilogue reads.
+"""A first operand whose products wait for other GPUs: for rows of it, or for data that the epilogue reads.
 
 See `kernels.shards`.
 """
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 
 class Arrivals(NamedTuple):
-    """What tells that other ranks have sent what they send.
+    """Counters by which other ranks tell that they have sent their data.
 
     Attributes:
-        flags: (ranks,), int32: the last call for which each rank has.
+        flags: (ranks,), int32: the last call for which each rank has sent its data.
         calls: (1,), int32: the number of this call.
-        rank, ranks: this one, and how many there are.
+        rank, ranks: this rank, and the number of ranks.
         failed: the address of an int32 that the GPU writes and the host reads: 0, or 1 + the rank that was missing.
-        patience: for how many microseconds a tile waits.
-        of_rows: whether ranks send a shard of the rows each, one behind the other, and a tile waits for the rank whose
+        patience: microseconds for which a tile waits.
+        of_rows: whether each rank sends a shard of the rows, one behind the other, and a tile waits for the rank whose
             rows it has. Otherwise each tile waits for all ranks.
     """
 
@@ -44,7 +44,7 @@ class Arrivals(NamedTuple):
 
 
 class ArrivingRows(NamedTuple):
-    """Such an operand, as public functions hand it on."""
+    """Such an operand, as public functions pass it on."""
 
     matrix: Tensor
     arrivals: Arrivals
@@ -143,14 +143,14 @@ class ArrivingOperand(DenseOperand):
 
     @property
     def is_dense(self) -> bool:
-        """It is more."""
+        """It has more than a matrix."""
         return False
 
     def named(self, name: str) -> list[tuple[str, Tensor]]:
         return [(name, self.matrix)]
 
     def lowered(self, op: str, names: tuple[str, str], dtype: torch.dtype) -> Operand:
-        """See `Operand.lowered`; a matrix of another type than autocast's is brought to it before it is sent."""
+        """See `Operand.lowered`; a matrix is converted to autocast's type before it is sent."""
         return self
 
     def along(self) -> list[tuple[Tensor, int]]:
@@ -162,6 +162,6 @@ class ArrivingOperand(DenseOperand):
 
     @property
     def text(self) -> str:
-        """Part of a call's key; no operator takes such operands."""
+        """Part of a call's key. No operator takes such operands."""
         e = self.arrivals
         return f"arriving:{e.rank}:{e.ranks}:{e.of_rows}"

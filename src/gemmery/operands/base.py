@@ -1,8 +1,8 @@
 """The bases of all operands: their layouts in memory, their part of a launch, and their loaders.
 
-An `Operand` has the tensors of one call. Its `Spec` is what decides which code runs, a field of `Problem`. An `Access`
-is how kernels load it with one config. Kinds differ in what they override: see `dense`, `pair`, `packed`, `scaled` and
-`row_scaled`.
+An `Operand` has the tensors of one call. Its `Spec` is a field of `Problem` and decides which code runs. An `Access`
+tells how kernels load it with one config. Kinds differ in what they override: see `dense`, `pair`, `packed`, `scaled`
+and `row_scaled`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Layout:
         return self.dtype
 
     def strides_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The strides of its tensor of a shape, where the layout does not say them all: as it lies in memory."""
+        """The strides of its tensor of this shape. Those that the layout leaves open are as in memory."""
         return (*self.steps, self.row, self.col)
 
     def takes_tma(self, batch: tuple[int, ...]) -> bool:
@@ -91,7 +91,7 @@ class Traced:
 
     Attributes:
         source: its text; see `epilogues.lower`.
-        operands: the tensors that it reads and writes besides the block that it is given, one layout each.
+        operands: one layout for each tensor that it reads or writes besides its block.
         numbers: how many numbers come with every call.
     """
 
@@ -101,7 +101,7 @@ class Traced:
 
     @property
     def matrix_operands(self) -> tuple[Layout, ...]:
-        """Those of its operands that differ from element to element."""
+        """Its operands that differ from element to element."""
         return tuple([x for x in self.operands if x.row and x.col])
 
     @property
@@ -115,29 +115,30 @@ class Traced:
 
 @dataclass(frozen=True, slots=True)
 class Spec(Layout):
-    """An operand of a product, as far as it decides which code runs; the defaults are those of a plain matrix.
+    """The properties of an operand that decide which code runs; the defaults are those of a plain matrix.
 
     The layout is that of the matrix that the operand stands for, and of the first of its tensors.
 
     Attributes:
-        prologue: what becomes of its blocks as they are loaded, with tensors over (batch, rows, columns), if anything.
+        prologue: a function that is applied to its blocks as they are loaded, with tensors over (batch, rows,
+            columns); None for none.
     """
 
     prologue: Traced | None = None
 
     @property
     def note(self) -> str:
-        """A note that a problem's description has behind the epilogue."""
+        """A note for a problem's description, behind the epilogue."""
         return ""
 
     @property
     def kind(self) -> str:
-        """The name of its own tables of tiles; "" where its type says it."""
+        """The name of its own tables of tiles; "" if its type determines them."""
         return ""
 
     @property
     def format(self) -> str:
-        """The name of its own measurements among those of its kind; "" where it has none."""
+        """The name of its own measurements among those of its kind; "" if it has none."""
         return ""
 
     @property
@@ -147,25 +148,25 @@ class Spec(Layout):
 
     @property
     def is_sparse(self) -> bool:
-        """Whether two of each four numbers along K are stored."""
+        """Whether only two of each four numbers along K are stored."""
         return False
 
     @property
     def is_encoded(self) -> bool:
-        """Whether it stands for a matrix that is stored in another form, and that torch would be given instead."""
+        """Whether it stands for a matrix that is stored in another form; torch is given the matrix instead."""
         return self.unpacks or self.is_sparse
 
     @property
     def staged(self) -> Stage | None:
-        """How stages of `schedules.any_width` hold a weight in a form of its own, without `Stage.of_halves`.
+        """How stages of `schedules.any_width` hold a weight in its stored form, without `Stage.of_halves`.
 
-        None where they do not, and of plain matrices.
+        None if they cannot, and for plain matrices.
         """
         return None
 
     @property
     def ragged(self) -> str:
-        """What groups it comes in, of which only the GPU knows where they end: "rows", "k", or "" for none."""
+        """The kind of groups whose ends only the GPU knows: "rows", "k", or "" for none."""
         return ""
 
     @property
@@ -175,7 +176,7 @@ class Spec(Layout):
 
     @property
     def gathers(self) -> bool:
-        """Whether rows of the product come from others than those with their numbers."""
+        """Whether a row of the product may read another row than the one with its number."""
         return False
 
     @property
@@ -190,22 +191,22 @@ class Spec(Layout):
 
     @property
     def arrives(self) -> bool:
-        """Whether other GPUs send something that tiles wait for; see `arriving`."""
+        """Whether tiles wait for data from other GPUs; see `arriving`."""
         return False
 
     @property
     def shards(self) -> int:
-        """In how many parts of equal size rows come, one for each of several GPUs; a tile has rows of one of them."""
+        """The number of equal parts of the rows, one for each of several GPUs; a tile has rows of only one."""
         return 1
 
     @property
     def mean_k(self) -> int:
-        """Of an operand by whose blocks a product steps: the length of a tile's range along K on average."""
+        """The average length of a tile's range along K, if a product steps through the operand's blocks."""
         raise NotImplementedError
 
     @property
     def takes_copies(self) -> bool:
-        """Whether a copy of the matrix can take its place."""
+        """Whether a copy of the matrix can replace it."""
         return True
 
     @property
@@ -220,7 +221,7 @@ class Spec(Layout):
 
     @property
     def bits(self) -> float:
-        """Of a number in memory."""
+        """Bits of a number in memory."""
         return self.dtype.itemsize * 8
 
     @property
@@ -230,16 +231,16 @@ class Spec(Layout):
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
-        """The layouts of its tensors, in the order in which a launch is given them; the prologue's come last."""
+        """The layouts of its tensors, in the order of a launch; the prologue's come last."""
         return (self, *(self.prologue.operands if self.prologue else ()))
 
     @property
     def numbers(self) -> int:
-        """The count of numbers that a launch is given for it: the prologue's."""
+        """The count of its numbers in a launch: those of the prologue."""
         return self.prologue.numbers if self.prologue else 0
 
     def shapes(self, rows: int, cols: int, batch: tuple[int, ...], is_b: bool) -> list[tuple[int, ...]]:
-        """The shapes of its tensors, of which `layouts` has the strides, for a matrix of so many rows and columns."""
+        """The shapes of its tensors, whose strides are in `layouts`, for a matrix of this many rows and columns."""
         return [(*batch, rows, cols)] * len(self.layouts)
 
     def usual(self, row: int, col: int) -> Spec:
@@ -247,7 +248,7 @@ class Spec(Layout):
         raise NotImplementedError
 
     def alike(self) -> Spec:
-        """One of those for which the same kernels run, the same for all of these."""
+        """A representative of all specs for which the same kernels run."""
         return self
 
     def suits_tma(self, problem: Problem, is_b: bool) -> bool:
@@ -255,15 +256,15 @@ class Spec(Layout):
         raise NotImplementedError
 
     def refusal(self, problem: Problem, config: Config) -> str | None:
-        """Why a config can't run a problem with this operand; None if it can."""
+        """The reason why a config cannot run a problem with this operand; None if it can."""
         return None
 
     def of_sum(self, epilogue: Any, device: Device) -> Any:
-        """An epilogue's device function, given the sum as the kernel has it."""
+        """An epilogue's device function for the sum in the kernel's layout."""
         return epilogue
 
     def of_partial_sum(self, problem: Problem, epilogue: Any, reads_ahead: bool) -> Any:
-        """An epilogue's device function, given the sum over this operand's columns, which are some of all.
+        """An epilogue's device function for the partial sum over this operand's columns.
 
         Args:
             reads_ahead: whether it is given (args, block), see `kernels.epilogues`.
@@ -286,7 +287,7 @@ class Spec(Layout):
         return ()
 
     def columns(self, config: Config) -> tuple[int, int]:
-        """Columns of a tile that are one block of the kernel, and those of the second block beside it, or 0."""
+        """The columns of a kernel's first block of a tile, and those of the second block beside it, or 0."""
         return config.main_n, config.rest_n
 
     def k_step(self, problem: Problem) -> tuple[Any, Any]:
@@ -304,21 +305,20 @@ class Spec(Layout):
 
 
 class Operand:
-    """An operand of one call: the tensors that it is made of, and what else makes it.
+    """An operand of one call: its tensors and its other properties.
 
     Attributes:
         matrix: (..., M, K) of the first operand or (..., K, N) of the second, with the strides that the spec is made
-            of. It has the shape, the type and the device; of a packed weight it has no data.
-        tensors: what it is made of: what operators, autograd and the overlap check see, in an order of its kind's.
-        launched: those that a launch is given, in the order of `Spec.layouts`.
+            of. It has the shape, the type and the device. For a packed weight it has no data.
+        tensors: its tensors, as operators, autograd and the overlap check see them, in the order of its kind.
+        launched: the tensors of a launch, in the order of `Spec.layouts`.
         places: where these are among `values`.
-        buffers: one for each of its matrices, to which the matrix's gradient is added in place of being returned; or
-            none.
+        buffers: one for each of its matrices. The matrix's gradient is added to it instead of being returned. Or none.
     """
 
     #: Whether `matrix` is the right one of two halves; only for kernels.
     swapped = False
-    #: Whether `outer` is for others to multiply by.
+    #: Whether others multiply by `outer`.
     has_outer = True
     matrix: Tensor
     tensors: tuple[Tensor, ...]
@@ -328,12 +328,12 @@ class Operand:
 
     @property
     def values(self) -> tuple[Any, ...]:
-        """The values in a call's key: its tensors, with None where a kind may have one and this operand has none."""
+        """The values in a call's key: its tensors, with None for each tensor of its kind that it lacks."""
         return self.tensors
 
     @property
     def form(self) -> tuple[Any, ...]:
-        """The rest of a call's key, which the tensors do not tell."""
+        """The part of a call's key that does not follow from the tensors."""
         return self.text, *self.sizes
 
     @property
@@ -352,14 +352,14 @@ class Operand:
         raise NotImplementedError
 
     def without_outer(self) -> Operand:
-        """The same, of whose `outer` another operand takes care."""
+        """The same operand, whose `outer` another operand applies."""
         made = copy.copy(self)
         made.has_outer = False
         return made
 
     @property
     def default(self) -> torch.dtype:
-        """The type of results where nobody asks for one."""
+        """The default type of results."""
         return OUT_DTYPES.get(self.matrix.dtype, (self.matrix.dtype,))[0]
 
     @property
@@ -389,17 +389,17 @@ class Operand:
 
     @property
     def is_dense(self) -> bool:
-        """Whether it is one plain matrix and nothing else."""
+        """Whether it is one plain matrix."""
         return False
 
     @property
     def is_ragged(self) -> bool:
-        """Whether it comes in groups of which only the GPU knows where they end."""
+        """Whether it has groups whose ends only the GPU knows."""
         return False
 
     @property
     def scatters(self) -> bool:
-        """Whether rows of the result go elsewhere."""
+        """Whether rows of the result are stored in other places."""
         return False
 
     @property
@@ -413,18 +413,18 @@ class Operand:
         return False
 
     def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The product's shape, of that of a batch of matrices."""
+        """The product's shape, given that of a batch of matrices."""
         return shape
 
     def named(self, name: str) -> list[tuple[str, Tensor]]:
-        """Its tensors, each with what a user calls it who calls the operand `name`."""
+        """Its tensors, each with its name for a user who calls the operand `name`."""
         raise NotImplementedError
 
     def lowered(self, op: str, names: tuple[str, str], dtype: torch.dtype) -> Operand:
         """The same in the type that autocast asks for.
 
         Raises:
-            TypeError: it can't be brought to that type.
+            TypeError: it cannot be converted to that type.
         """
         return self
 
@@ -441,10 +441,10 @@ class Operand:
         return value
 
     def finished(self, results: Sequence[Tensor], is_scattered: bool = True) -> list[Tensor]:
-        """An epilogue's results as a kernel stores them, of those that torch computed for the product's rows.
+        """An epilogue's results as a kernel stores them, given those that torch computed for the product's rows.
 
         Args:
-            is_scattered: whether rows go where the kernel would store them.
+            is_scattered: whether rows are stored where the kernel would store them.
         """
         return list(results)
 
@@ -473,23 +473,23 @@ class Operand:
         return [self]
 
     def ordered(self) -> Operand:
-        """The same, of two halves the one first that comes first in memory, as kernels want them."""
+        """The same operand. Of two halves, the one that comes first in memory is first, as kernels expect."""
         return self
 
     def loadable(self) -> Operand:
-        """The same as kernels can load it."""
+        """The same operand in a form that kernels can load."""
         return self
 
     def along(self) -> list[tuple[Tensor, int]]:
-        """Tensors over (..., M, columns), with their columns, whose rows are folded with those of the product."""
+        """Tensors over (..., M, columns), with their columns. Their rows are folded with those of the product."""
         return []
 
     def spec(self, matrix: Spec, along: Sequence[Layout], problem: Problem) -> Spec:
         """The spec.
 
         Args:
-            matrix: the spec of a plain matrix, which `matrix` became when dimensions were folded.
-            along: what the tensors that `along` gives became.
+            matrix: the spec of the plain matrix that folding made of `matrix`.
+            along: the tensors of `along`, folded.
             problem: the product, with plain matrices.
         """
         return matrix
@@ -498,22 +498,23 @@ class Operand:
 
     @property
     def text(self) -> str:
-        """A text from which `operands.rebuild` makes the operand again, given its tensors and `sizes`."""
+        """A text from which `operands.rebuild` rebuilds the operand, given its tensors and `sizes`."""
         raise NotImplementedError
 
     @property
     def sizes(self) -> list[int]:
-        """Sizes that its tensors do not tell, which may be symbols."""
+        """Sizes that do not follow from its tensors. They may be symbols."""
         return []
 
     def axes(self, rows: str, columns: str) -> list[tuple[str, ...]]:
-        """For each of its tensors, which dimension of the product each of its own is, for products of DTensors.
+        """For each of its tensors, the dimension of the product behind each of its dimensions; for products of
+        DTensors.
 
-        A batch dimension is "b-1", "b-2"..., counted from the last one; "" is none along which it can be sharded. Of a
-        kind that can't be sharded there are none at all.
+        A batch dimension is "b-1", "b-2"..., counted from the last one; "" is a dimension that cannot be sharded.
+        Kinds that cannot be sharded return nothing.
 
         Args:
-            rows, columns: what those of `matrix` are: "M" and "K", or "K" and "N".
+            rows, columns: the names of those of `matrix`: "M" and "K", or "K" and "N".
         """
         return []
 
@@ -521,21 +522,21 @@ class Operand:
         """`sizes` of a rank's part.
 
         Args:
-            parts: into how many parts a dimension is cut, by its name; see `axes`.
+            parts: the number of parts of each dimension, by its name; see `axes`.
         """
         return self.sizes
 
     def grain(self, axis: str) -> int:
-        """Of how many rows or columns a part of a sharded operand has a multiple; 0 where parts may differ in size."""
+        """Each part of a sharded operand has a multiple of so many rows or columns; 0 if parts may differ in size."""
         return 0
 
     def mapped(self, dims: Sequence[int | None], rank: int, size: int, everywhere: bool) -> Operand:
-        """The operand of a product in which a dimension that `torch.vmap` hides has become the first of the batch.
+        """The operand of a product whose first batch dimension is the one that `torch.vmap` hides.
 
         Args:
-            dims: for each of its tensors, where the dimension is; None where it is not mapped.
+            dims: for each of its tensors, the place of that dimension; None if it is not mapped.
             rank: dimensions of the product without it.
-            everywhere: whether it is to have the dimension, mapped or not.
+            everywhere: whether it gets the dimension even if it is not mapped.
         """
         raise NotImplementedError
 
@@ -547,7 +548,7 @@ class Operand:
         Args:
             grad: of the product, (..., M, N), in a's type.
             multiply: `multiply(x, y, addend=None)` is `x @ y + addend` for a tensor and an operand.
-            needs: whether that of a is needed, and which of the tensors'.
+            needs: whether the gradient of a is needed, and which of the tensors' gradients are.
         """
         raise NotImplementedError
 
@@ -561,21 +562,21 @@ class Operand:
     def summed_over_groups(
         self, grad: Tensor, like: Tensor, multiply: Callable[[Operand, Operand], Tensor]
     ) -> Tensor | None:
-        """The gradient of an epilogue's input of which one part belongs to a group of rows; None for other inputs.
+        """The gradient of an epilogue's input that has a part for each group of rows; None for other inputs.
 
         Args:
-            grad: of what every row of the product saw.
+            grad: the gradient of the input as each row of the product saw it.
             like: the input.
-            multiply: gives a product without an epilogue, in the input's type.
+            multiply: computes a product without an epilogue, in the input's type.
         """
         return None
 
 
 def batch_axes(x: Tensor, own: int) -> tuple[str, ...]:
-    """What the batch dimensions of a tensor are, see `Operand.axes`; one that is broadcast is none.
+    """The names of a tensor's batch dimensions, see `Operand.axes`; "" for one that is broadcast.
 
     Args:
-        own: dimensions behind those of the batch.
+        own: the number of dimensions behind those of the batch.
     """
     count = x.dim() - own
     return tuple(["" if x.shape[i] == 1 else f"b-{count - i}" for i in range(count)])
@@ -596,7 +597,7 @@ class StageMap(NamedTuple):
     Attributes:
         shape, strides: of the tensor as the descriptor sees it.
         block: the size that the kernel's type has, of 64 rows.
-        box: what the tensor map loads at a time.
+        box: the block that the tensor map loads at a time.
         is_swizzled: whether the bytes of a row are swizzled in shared memory.
     """
 
@@ -613,7 +614,7 @@ class Access:
 
     Attributes:
         strides: what its loader takes as `strides`; see `kernels.operands`.
-        gathers: whether it loads rows with certain numbers; see `gathering`.
+        gathers: whether it loads rows by their numbers; see `gathering`.
         scatters: whether rows of the result go elsewhere; see `scattered`.
     """
 
@@ -626,7 +627,7 @@ class Access:
         raise NotImplementedError
 
     def gathering(self) -> Access:
-        """The same for rows with certain numbers, which come behind the strides; see `load_gathered`."""
+        """The same for rows by their numbers, which come behind the strides; see `load_gathered`."""
         raise NotImplementedError
 
     def argument(self, tensors: Sequence[Tensor], block_rows: int, block_cols: int) -> Any:
@@ -634,11 +635,11 @@ class Access:
         raise NotImplementedError
 
     def group_params(self, tensors: Sequence[Tensor], block_rows: int, block_cols: int) -> list[Any]:
-        """Scales and shifts of a packed weight's groups, None for what there is not."""
+        """Scales and shifts of a packed weight's groups; None for those that it lacks."""
         return [None, None]
 
     def stage_maps(self, tensors: Sequence[Tensor], box: int, step: int) -> list[StageMap]:
-        """The tensor maps of a weight with a `Spec.staged`: of what is X, and of each of `Stage.kinds`.
+        """The tensor maps of a weight with a `Spec.staged`: that of X, and one for each of `Stage.kinds`.
 
         Args:
             box: rows that they load at a time.
@@ -664,18 +665,18 @@ class Access:
         return own
 
     def ready(self) -> Any:
-        """What waits for what other GPUs send to the epilogue, for kernels that call it before that; or None.
+        """A device function that waits for data which other GPUs send to the epilogue; None if nothing is sent.
 
-        In others, PLACE waits.
+        For kernels that call it before the epilogue; in others, PLACE waits.
         """
         return None
 
     def leading(self, other: Access) -> Access:
-        """The other operand's access, where this one says which parts along K it loads."""
+        """The other operand's access, if this one tells which parts along K it loads."""
         return other
 
     def given(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
-        """Arguments of the other operand's loader, which come behind all of its own."""
+        """Arguments of the other operand's loader, behind all of its own arguments."""
         return ()
 
     def group_of(self) -> Any:
@@ -687,18 +688,18 @@ class Access:
         return ()
 
     def scattered(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
-        """The argument of the store behind its strides, which says where rows of the result go; () where they stay."""
+        """The argument of the store behind its strides, with the places of the result's rows; () if they stay."""
         return ()
 
 
 def negated(layout: Layout, tma: bool = False) -> tuple[int, ...]:
-    """A matrix's batch steps as loaders take them; with `tma` they only say where it is shared."""
+    """A matrix's batch steps as loaders take them; with `tma` they only tell where it is shared."""
     # Negated, see `kernels.operands`.
     return tuple(-int(step != 0) if tma else -step for step in layout.steps)
 
 
 def refuse_gradients(named: Sequence[tuple[str, Tensor]], needs: Sequence[bool]) -> None:
-    """TypeError for a tensor of an operand that requires a gradient, of those that products compute none for."""
+    """Raises TypeError if a tensor for which products compute no gradient requires one."""
     for (name, _), need in zip(named, needs, strict=True):
         if need:
             raise TypeError(f"no gradient for {name}, which requires one: call requires_grad_(False) on it")

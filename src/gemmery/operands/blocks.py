@@ -1,4 +1,4 @@
-"""Block-sparse operands, and dense ones of which blocks are sampled.
+"""Block-sparse operands, and dense operands from which blocks are sampled.
 
 A product with a block-sparse operand steps through the stored blocks of one line of it. The place of a tile is that
 line, see `kernels.blocks`, and both operands' loaders look up where the blocks are.
@@ -41,8 +41,8 @@ def located(load: Any, strides: int, at: Any, has_table: bool, has_batch: bool) 
     Args:
         load: loads them there.
         strides: how many it takes.
-        at: says where; with a table, which comes behind the strides.
-        has_batch: whether what `load` loads is a batch, as the product is.
+        at: finds their places, with a table if one comes behind the strides.
+        has_batch: whether `load` loads from a batch, as the product has one.
     """
     text = _LOADER.format(
         name=f"{load.__name__}_{at.__name__}", layout="".join(f"stride_{i}, " for i in range(strides)),
@@ -58,7 +58,7 @@ class Located(Access):
     Attributes:
         inner: the matrix in memory.
         at: see `located`.
-        table: where the table is among the tensors; -1 where it is the other operand's, None for none.
+        table: the place of the table among the tensors; -1 if it is the other operand's, None for none.
     """
 
     def __init__(self, inner: DenseAccess, at: Any, table: int | None, has_batch: bool) -> None:
@@ -72,7 +72,7 @@ class Located(Access):
         return self.inner.argument(tensors, block_rows, block_cols)
 
     def behind_strides(self, tensors: Sequence[Tensor], numbers: Sequence[float]) -> tuple[Any, ...]:
-        """What the matrix's loader takes, and the table, unless the other operand has it."""
+        """The arguments of the matrix's loader, and the table, unless the other operand has it."""
         own = self.inner.behind_strides(tensors, numbers)
         return own if self.table is None or self.table < 0 else (*own, tensors[self.table])
 
@@ -82,7 +82,7 @@ class Located(Access):
 
 
 def rounded(steps: float) -> int:
-    """A number of steps, to the next of 1, 2, 3, 4, 6, 8, 12, ...: plans are for patterns of about as many blocks."""
+    """A number of steps, rounded to the next of 1, 2, 3, 4, 6, 8, 12, ..., so that similar patterns share a plan."""
     size = 1
     while size < steps:
         size = size * 3 // 2 if size & (size - 1) == 0 and size > 1 else size * 4 // 3 if size > 1 else 2
@@ -123,7 +123,7 @@ class Blocks(Spec):
 
     @property
     def takes_copies(self) -> bool:
-        """It does not: its matrix is not in memory."""
+        """It cannot: its matrix is not in memory."""
         return False
 
     @property
@@ -230,7 +230,7 @@ class BlocksOperand(Operand):
 
     @property
     def lines(self) -> Lines:
-        """How a product visits its lines."""
+        """The order in which a product visits its lines."""
         pattern = self.stored.pattern
         return pattern.across if self.has_slots else pattern.along
 
@@ -359,7 +359,7 @@ class Sampled(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Picked(Dense):
-    """A matrix of which each product of a batch has one block of rows, or of columns; the layout is the matrix's.
+    """A matrix from which each product of a batch takes one block of rows or columns; the layout is the matrix's.
 
     Attributes:
         block: rows of the first operand's blocks, columns of the second one's.
@@ -403,7 +403,7 @@ class PickedOperand(Operand):
 
     Args:
         source: (M, K) of the first operand or (K, N) of the second.
-        stored: whose pattern it is. Of its values only the shape counts.
+        stored: the matrix with the pattern. Only the shape of its values counts.
     """
 
     places = (0, 1)

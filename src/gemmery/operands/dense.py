@@ -31,7 +31,7 @@ class Dense(Spec):
         return Dense(self.dtype, (), row, col, True)
 
     def suits_tma(self, problem: Problem, is_b: bool) -> bool:
-        """By the rules of `takes_tma`; with halves of columns in each tile, these have to be apart as it wants."""
+        """By the rules of `takes_tma`; the distance of halves of columns in each tile has to follow them, too."""
         if not self.takes_tma(problem.batch):
             return False
         if not (is_b and problem.paired):
@@ -54,7 +54,7 @@ class DenseOperand(Operand):
 
     Args:
         tensor: (..., M, K) or (..., K, N).
-        prologue: what happens to it on its way into the product; see `product.prologue`.
+        prologue: a function that is applied to it on its way into the product; see `product.prologue`.
         buffers: see `Operand.buffers`; not with a prologue.
     """
 
@@ -71,7 +71,7 @@ class DenseOperand(Operand):
 
     @property
     def values(self) -> tuple[Any, ...]:
-        """The matrix, and what the prologue is given, numbers among it."""
+        """The matrix, and the prologue's arguments, numbers included."""
         return (self.matrix, *(() if self.prologue is None else self.prologue.inputs))
 
     @property
@@ -93,7 +93,7 @@ class DenseOperand(Operand):
 
     @property
     def is_dense(self) -> bool:
-        """Without a prologue, it is."""
+        """It is, if it has no prologue."""
         return self.prologue is None
 
     def named(self, name: str) -> list[tuple[str, Tensor]]:
@@ -158,10 +158,10 @@ def gradient_of(b: Tensor, a: Tensor, grad: Tensor, multiply: Multiply) -> Tenso
 
 
 def leading(x: Tensor, dim: int | None, rank: int, size: int, everywhere: bool = False) -> Tensor:
-    """A tensor whose mapped dimension comes first, before as many others as make it broadcast with `rank` of them.
+    """A tensor whose mapped dimension comes first, with ones behind it so that it broadcasts with `rank` dimensions.
 
     Args:
-        everywhere: give a tensor that is not mapped that dimension, too.
+        everywhere: whether a tensor that is not mapped gets that dimension, too.
     """
     if dim is None:
         if not everywhere:
@@ -177,7 +177,7 @@ class DenseAccess(Access):
 
     Attributes:
         half_stride: elements from the left half of its columns to the right one where tiles pair them, or None.
-        prologue: what becomes of its blocks as they are loaded, or None.
+        prologue: the function that is applied to its blocks as they are loaded, or None.
     """
 
     def __init__(
@@ -245,7 +245,7 @@ class DenseAccess(Access):
         return [self.batch[0] if step else 1, *shape], [step or strides[0], *strides], [1, *block]
 
     def _paired(self, tensor: Tensor, block_rows: int, block_cols: int) -> TensorDescriptor:
-        """Over the halves of the columns as a dimension of their own."""
+        """With the halves of the columns as a separate dimension."""
         cols, half = self.cols // 2, block_cols // 2
         if self.transposed:
             strides = [self.half_stride, self.layout.col, 1]

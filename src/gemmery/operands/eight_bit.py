@@ -1,4 +1,4 @@
-"""The base of 8-bit matrices with scales, of whatever share a scale."""
+"""The base of 8-bit matrices with scales, whichever numbers share a scale."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class EightBitOperand(Operand):
 
     @property
     def default(self) -> torch.dtype:
-        """Whatever the numbers are."""
+        """The type of results does not depend on that of the numbers."""
         return torch.bfloat16
 
     @property

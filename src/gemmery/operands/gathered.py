@@ -1,4 +1,4 @@
-"""A second operand whose rows are those of a matrix with certain numbers, which is not copied."""
+"""A second operand whose rows are selected from a matrix by their numbers, without a copy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Gathered(Dense):
-    """A matrix whose rows come from anywhere in another one, of which the layout is.
+    """A matrix whose rows are selected from another one; the layout is that of the other one.
 
     Attributes:
         numbers_of: the layout of the rows' numbers.
@@ -56,7 +56,7 @@ class GatheredOperand(Operand):
 
     Args:
         source: (rows, N).
-        numbers: (K,), int32, which row of `source` each row of the operand is. They are read where K is.
+        numbers: (K,), int32, the row of `source` for each row of the operand. They are read along K.
     """
 
     def __init__(self, source: Tensor, numbers: Tensor) -> None:
@@ -69,7 +69,7 @@ class GatheredOperand(Operand):
         return [(name, self.source), ("gather", self.numbers)]
 
     def in_torch(self) -> Tensor:
-        # Numbers behind the last group need not be those of rows, and their rows are not used.
+        # Numbers behind the last group need not be valid, and their rows are not used.
         rows = self.source.shape[0]
         if rows == 0:
             return self.source.new_zeros(self.numbers.shape[0], self.source.shape[1])

@@ -1,4 +1,4 @@
-"""A weight of packed numbers: integers, floats or codes of a few bits, with scales of groups; see `formats`."""
+"""A weight of packed numbers: integers, floats or codes of a few bits, with scales for groups; see `formats`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Packed(Spec):
-    """Packed numbers, unpacked in registers; the layout is that of what they stand for, with steps in matrices.
+    """Packed numbers, unpacked in registers; the layout is that of the unpacked matrix, with steps in matrices.
 
     Attributes:
         format_name: of the format in `formats.FORMATS`.
@@ -46,8 +46,8 @@ class Packed(Spec):
         group: rows of B, along K, that share a scale; 0 where none do.
         shifts: what comes with the scales: "zeros", "offsets" or "" for nothing.
         wide: whether scales are fp32, rather than of A's type.
-        matrices: how many lie one behind the other in memory.
-        params: the layouts of the scales and shifts, of each that there is.
+        matrices: the number of matrices, which lie one behind the other in memory.
+        params: the layouts of the scales and the shifts that it has.
     """
 
     format_name: str = ""
@@ -129,7 +129,7 @@ class Packed(Spec):
         return [words, *[(groups, x.row) for x in self.params]]
 
     def bytes(self, rows: int, cols: int, batch: tuple[int, ...]) -> int:
-        """Of each matrix that there is, with scales and shifts."""
+        """Bytes of each matrix, with scales and shifts."""
         groups = -(-rows // self.group) if self.group else 0
         each = (4 if self.wide else 2) + (2 if self.shifts else 0)
         count = 1
@@ -148,7 +148,7 @@ class Packed(Spec):
 
     @property
     def has_aligned_rows(self) -> bool:
-        """Its words are as aligned as the first one."""
+        """All matrices are as aligned as the first one."""
         return self.aligned
 
     def refusal(self, problem: Problem, config: Config) -> str | None:
@@ -230,7 +230,7 @@ class PackedAccess(Access):
             )
         ]
         groups = max(step // self.spec.group, 1) if self.spec.group else 1
-        # Of several groups, rows have to lie together by `ROWS`.
+        # If there are several groups, rows have to lie together by `ROWS`.
         of_params = groups, box if groups == 1 else ROWS
         found += [
             StageMap(each, (self.groups, self.columns), (self.columns, 1), (groups, ROWS), of_params)
@@ -313,7 +313,7 @@ class PackedOperand(Operand):
         return self.weight.unscaled().dequantize().mT
 
     def loadable(self) -> Operand:
-        """A transpose is unpacked, and lives briefly."""
+        """A transpose is unpacked, and is short-lived."""
         return DenseOperand(unpacked(self.weight)) if self.transposed else self
 
     def spec(self, matrix: Spec, along: Sequence[Layout], problem: Problem) -> Spec:
@@ -380,7 +380,7 @@ class PackedOperand(Operand):
     def gradients(
         self, a: Tensor, grad: Tensor, multiply: Multiply, needs: tuple[bool, Sequence[bool]]
     ) -> tuple[Tensor | None, list[Tensor | None]]:
-        """Of a alone: a packed weight has none."""
+        """The gradient of a alone: a packed weight has none."""
         refuse_gradients(self.named("the weight"), needs[1])
         of_a = None
         if needs[0]:
@@ -412,7 +412,7 @@ def _meta_proxy(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 
 def meta_proxy(weight: PackedWeight) -> Tensor:
     """A tensor of the shape, type and device of a packed weight; its strides count matrices."""
-    # One that is made inside a mode or a transform belongs to it.
+    # A tensor that is created inside a mode or a transform belongs to it.
     is_seen = is_compiling() or _len_torch_dispatch_stack() or _are_functorch_transforms_active()
     make = _meta_proxy.__wrapped__ if is_seen else _meta_proxy
     return make(tuple(weight.shape), weight.dtype, weight.device)
@@ -490,7 +490,7 @@ def unpacking(
 # ---------------------------------------------------------------------------------------------------------------------
 # Device functions for a format
 
-#: What does the work for each kind of code, by `Format.code` and bits, which tell the two of integers apart.
+#: The decoder of each kind of code, by `Format.code` and bits, which distinguish the two kinds of integers.
 DECODERS = {
     ("int", 4): decoders.decode_int4,
     ("int", 8): decoders.decode_int8,

@@ -41,10 +41,10 @@ class Pair(Dense):
         return Dense(self.dtype, self.steps, self.row, self.distance, self.aligned)
 
     def alike(self) -> Pair:
-        """See `Spec.alike`: it hardly matters how far apart the halves are."""
+        """See `Spec.alike`: the distance of the halves hardly matters."""
         if self.alternates:
             return self
-        # The distance's divisors, which loads and descriptors look at, and whether it takes 32 bits.
+        # Loads and descriptors depend on the divisors of the distance, and on whether it fits into 32 bits.
         distance = (self.distance % 16 or 16) + (self.distance >> 31 > 0) * (1 << 31)
         return replace(self, distance=distance)
 
@@ -58,13 +58,13 @@ class Pair(Dense):
         return Dense.suits_tma(self, problem, is_b)
 
     def access(self, problem: Problem, is_b: bool, tma: bool) -> Access:
-        """See `Spec.access`; columns that alternate are loaded as they lie."""
+        """See `Spec.access`; alternating columns are loaded as they are."""
         if self.alternates:
             return DenseAccess(self.whole, problem.K, problem.N, problem.batch, tma)
         return Dense.access(self, problem, is_b, tma)
 
     def of_sum(self, epilogue: Any, device: Device) -> Any:
-        """See `Spec.of_sum`: columns that alternate are put side by side for the epilogue."""
+        """See `Spec.of_sum`: alternating columns are put side by side for the epilogue."""
         return _parted(epilogue) if self.alternates else epilogue
 
 
@@ -154,7 +154,8 @@ class PairOperand(Operand):
         everywhere = everywhere or any(dim is not None for dim in dims)
         left, right = (leading(x, d, rank, size, everywhere) for x, d in zip(self.tensors, dims, strict=True))
         if left.stride() != right.stride():
-            # Only one half is mapped, or they are along other dimensions: a kernel reads both in one way.
+            # Only one half is mapped, or the halves are mapped along different dimensions. A kernel reads both in the
+            # same way.
             left, right = left.contiguous(), right.contiguous()
         return PairOperand(left, right)
 

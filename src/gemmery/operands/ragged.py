@@ -1,7 +1,7 @@
-"""Groups of rows, or ranges of K, one behind the other in one matrix, each for a matrix of its own of a batch.
+"""Groups of rows, or ranges of K, one behind the other in one matrix, each for its own matrix of a batch.
 
-Where the groups end is known to the GPU alone. A product of groups of rows is that of a batch that shares its first
-operand and its result, of which each row belongs to one matrix of the batch: the place of a unit of work says to which,
+Only the GPU knows where the groups end. A product of groups of rows is a product of a batch that shares its first
+operand and its result. Each row belongs to one matrix of the batch, and the place of a unit of work tells which one,
 see `kernels.place`.
 """
 
@@ -27,23 +27,24 @@ if TYPE_CHECKING:
     from ..problem import Config, Problem
     from ..product.prologue import Prologue
 
-#: What the groups are of: rows of the product, or ranges of K.
+#: The kinds of groups: rows of the product, or ranges of K.
 Axis = Literal["rows", "k"]
 #: Groups that a program looks at together, at most.
 SCAN = 1024
 
 
 class Groups(NamedTuple):
-    """A first operand in groups, as public functions hand it on.
+    """A first operand in groups, as public functions pass it on.
 
     Attributes:
         matrix: (R, K), or (M, K) where ranges of K are groups.
         offs: (G,), int32, the end of each group.
         axis: what the groups are of.
-        gather: (R,), int32, which row of `matrix` each row of the product reads; None for its own.
-        scatter: (R,), int32, which row of the result each row of the product becomes; None for its own.
-        scale: (R, 1), float32, the scales of gathered rows in place of the matrix's; None where these do.
-        weight_grad: what the gradients of the second operand's matrices are added to, laid out as these; or none.
+        gather: (R,), int32, the row of `matrix` that each row of the product reads; None for its own.
+        scatter: (R,), int32, the row of the result that each row of the product becomes; None for its own.
+        scale: (R, 1), float32, the scales of gathered rows, which replace the matrix's; None to use the matrix's.
+        weight_grad: buffers to which the gradients of the second operand's matrices are added, laid out as these; or
+            none.
     """
 
     matrix: Tensor | ScaledTensor
@@ -57,12 +58,12 @@ class Groups(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Ragged(Spec):
-    """A matrix in groups; the layout is that of a batch of them, which are all of the same memory.
+    """A matrix in groups; the layout is that of a batch of matrices, all in the same memory.
 
     Attributes:
         inner: the matrix without groups, of the same layout.
         axis: what the groups are of.
-        gathers, scatters: whether rows come from, and go to, others than those with their numbers.
+        gathers, scatters: whether rows are read from, and stored to, other rows than those with their numbers.
         indices: the layouts of the ends of groups, and of the numbers of rows.
     """
 
@@ -110,14 +111,14 @@ class Ragged(Spec):
         return self.ungrouped.refusal(problem, config)
 
     def suits_tma(self, problem: Problem, is_b: bool) -> bool:
-        """Rows that come by pointers in any case need no more."""
+        """Gathered rows come through pointers in any case, so they have no further needs."""
         return self.by_pointers or self.ungrouped.suits_tma(problem, is_b)
 
     @property
     def by_pointers(self) -> bool:
         """Whether TMA can't load its blocks: gathered rows, and groups that lie side by side.
 
-        A group may begin anywhere, and along adjacent elements TMA loads from multiples of 16 bytes alone.
+        A group may begin anywhere, but along adjacent elements TMA loads only from multiples of 16 bytes.
         """
         return self.gathers or (self.axis == "rows" and self.col != 1)
 
@@ -200,7 +201,7 @@ class RaggedOperand(Operand):
         if gather is None:
             self.matrix = matrix.expand(self.groups, *matrix.shape)
         else:
-            # Of the shape of what is gathered; the spec has the strides.
+            # It has the shape of the gathered matrix; the spec has the strides.
             self.matrix = matrix.new_empty(()).expand(self.groups, rows, matrix.shape[1])
 
     @property
@@ -289,7 +290,7 @@ class RaggedOperand(Operand):
     def multiplied(self, b: Operand, dtype: torch.dtype, by_rows: bool) -> Tensor:
         """See `Operand.multiplied`: group by group."""
         if 0 in self.matrix.shape[:-1] or b.matrix.shape[-1] == 0:
-            # Without looking at the ends, for which a GPU would be waited for.
+            # Does not read the ends, since that would wait for the GPU.
             shape = (*self.shape_of(self.matrix.shape)[:-1], b.matrix.shape[-1] * b.halves)
             return self.offs.new_zeros(shape, dtype=dtype)
         x = self.gathered()
@@ -306,7 +307,7 @@ class RaggedOperand(Operand):
         return torch.cat([*groups, x.new_zeros((x.shape[0] - ends[-1], right.shape[-1]), dtype=dtype)])
 
     def sources(self) -> Tensor:
-        """(R,), `gather` for rows of groups, and 0 for those behind them, of which it need not be defined."""
+        """(R,), `gather` for rows of groups, and 0 for those behind them, where `gather` need not be defined."""
         assert self.gather is not None
         return self.gather.long().masked_fill(self.behind().squeeze(-1), 0)
 
@@ -403,7 +404,7 @@ class RaggedOperand(Operand):
                 # Then no row of the product is in a group.
                 of_a = torch.zeros_like(matrix)
             elif self.gather is not None and of_a is not None:
-                # Rows that are read by several of the product's; this one sorts, and so is deterministic.
+                # Several rows of the product may read the same row. This function sorts, so it is deterministic.
                 of_a = torch.zeros_like(matrix).index_put((self.sources(),), of_a, accumulate=True)
         halves = grad.chunk(b.halves, dim=-1)
         of_b: list[Tensor | None] = [None] * len(b.tensors)
@@ -416,8 +417,8 @@ class RaggedOperand(Operand):
     def _rows_read(self) -> Operand:
         """The rows that the product read, as the second operand of the gradients of its weights.
 
-        Where TMA would load a copy of them, the copy takes less time than loads of gathered rows cost: on an H200 the
-        gradients take 0.61 to 0.83 of the time, in 8 products of mixture-of-experts layers (`grouped_ranges-bf16`).
+        If TMA can load a copy of them, the copy costs less time than loads of gathered rows: on an H200 the gradients
+        take 0.61 to 0.83 of the time, in 8 products of mixture-of-experts layers (`grouped_ranges-bf16`).
         """
         device = devices.current(self.matrix.device)
         copies = device is None or (device.target.tma and self.matrix.dtype.itemsize == 2)

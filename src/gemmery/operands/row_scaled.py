@@ -12,7 +12,7 @@ from .eight_bit import EightBitOperand
 
 
 class RowScaledOperand(EightBitOperand):
-    """8-bit numbers that stand for `data * scale`, as (..., M, K) or, of a weight (N, K), as (K, N).
+    """8-bit numbers that stand for `data * scale`, as (..., M, K), or as (K, N) for a weight (N, K).
 
     Args:
         data: the numbers, as the product has them.

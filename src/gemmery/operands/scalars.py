@@ -15,7 +15,8 @@ from .base import Traced, negated
 def parts(value: float) -> tuple[float, float, float]:
     """A scalar as the kernels take it: three single-precision floats that add up to a double.
 
-    What single precision can't hold is infinite, as in torch. An integer's parts are integers, and it is not rounded.
+    Numbers beyond single precision's range are infinite, as in torch. An integer's parts are integers, so it is not
+    rounded.
     """
     if isinstance(value, int) and 1 << 53 < abs(value) <= 1 << 63:
         return float(value >> 40 << 40), float((value >> 16 & 0xFFFFFF) << 16), float(value & 0xFFFF)

@@ -1,4 +1,4 @@
-"""A matrix of 8-bit numbers whose scales change along K: every step of the sum is scaled, or each block that is loaded.
+"""A matrix of 8-bit numbers whose scales change along K. Each step of the sum is scaled, or each block that is loaded.
 
 Where all scales are powers of two, loaders multiply the numbers themselves by them, in bf16; otherwise the product of
 each step along K is multiplied before it is added to the sum.
@@ -24,7 +24,7 @@ from .eight_bit import EightBitOperand
 if TYPE_CHECKING:
     from ..problem import Config, Problem
 
-#: What stands for the layout of scales where it has no say.
+#: A placeholder where the layout of scales does not matter.
 _ANY = Layout(torch.float32, (), 1, 1, True)
 
 
@@ -33,11 +33,11 @@ class Scaled(Spec):
     """A matrix with scales over (rows, K) of A or (columns, K) of B.
 
     Attributes:
-        scale: the scales' layout: a row of them for `every` rows of A, or columns of B.
+        scale: the layout of the scales: a row of them for `every` rows of A, or columns of B.
         every: how many share one.
         step: columns of K that share one, of `formats.scaled`, `BLOCK` or `MX_BLOCK`.
-        power_of_two: whether those of both operands are powers of two, by which numbers of fp8 can be multiplied in
-            bf16 without rounding; from 2^-133 on, that is, and below 2^128: bf16 ends there.
+        power_of_two: whether the scales of both operands are powers of two. Then fp8 numbers can be multiplied by them
+            in bf16 without rounding, from 2^-133 to below 2^128, the range of bf16.
     """
 
     scale: Layout = _ANY
@@ -100,9 +100,9 @@ class Scaled(Spec):
     def columns(self, config: Config) -> tuple[int, int]:
         """See `Spec.columns`.
 
-        Where steps are scaled, a tile that is stored in halves is also summed in halves, one after the other: a step's
-        product then takes half the registers, and a second program fits beside the first, which multiplies while the
-        first one scales.
+        If steps are scaled, a tile that is stored in halves is also summed in halves, one after the other. A step's
+        product then takes half the registers, so that a second program fits, which multiplies while the first one
+        scales.
         """
         if self.by_steps and config.split_store:
             return config.block_n // 2, config.block_n // 2
@@ -149,7 +149,7 @@ class ScaledAccess(Access):
         return self.plain.argument(tensors, block_rows, block_cols)
 
     def behind_strides(self, tensors: Sequence[Tensor], numbers: Sequence[float]) -> tuple[Any, ...]:
-        """The scales, where the loader multiplies by them."""
+        """The scales, if the loader multiplies by them."""
         return () if self.spec.by_steps else self._scales(tensors)
 
     def step_scales(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:

@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Sparse(Spec):
-    """Kept numbers of each four; the layout is that of these, with steps in matrices.
+    """The kept numbers of a 2:4 sparse matrix; the layout is that of these, with steps in matrices.
 
     Attributes:
         matrices: how many lie one behind the other in memory.
         metadata: the layout of the metadata.
-        code: what numbers of 8 bits or 4 are, see `formats.sparse.SparseTensor`; "" for those of 16 bits. The matrix's
-            own type may be the same, or one of 16 bits.
+        code: the type of numbers of 8 or 4 bits, see `formats.sparse.SparseTensor`; "" for those of 16 bits. The
+            matrix may have the same type, or one of 16 bits.
         group: rows of B, along K, that share a scale; 0 where none do.
         scales: the layout of the scales, where there are any.
     """
@@ -65,12 +65,12 @@ class Sparse(Spec):
 
     @property
     def is_8_bit(self) -> bool:
-        """Whether the matrix has the type of 8-bit numbers: activations are fp8, too."""
+        """Whether the matrix is fp8, as the activations then are, too."""
         return self.dtype.itemsize == 1
 
     @property
     def decodes(self) -> bool:
-        """Whether numbers of 16 bits are made of those of 8 or 4."""
+        """Whether numbers of 8 or 4 bits are widened to 16."""
         return bool(self.code) and not self.is_8_bit
 
     @property
@@ -81,7 +81,7 @@ class Sparse(Spec):
 
     @property
     def format(self) -> str:
-        """What is kept, and how many numbers share a scale."""
+        """The type of the kept numbers, and how many of them share a scale."""
         return f"{self.code}/{self.group}" if self.group else self.code
 
     @property
@@ -94,7 +94,7 @@ class Sparse(Spec):
 
     @property
     def bits(self) -> float:
-        """Of a number of the matrix: half of one that is kept, and its place."""
+        """Bits for a number of the matrix: half of those of a kept number, and of its place."""
         return self.stored.itemsize * 8 / CODES[self.code].each + 1
 
     def strides_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -245,7 +245,7 @@ def loader(tma: bool, paired: bool, code: str, group: int, dtype: str) -> Any:
     """The loader of a kind of sparse weights; see `kernels.sparse.load_sparse`.
 
     Args:
-        code: what is decoded; "" for what stays as it is.
+        code: the code that is decoded; "" for numbers that stay as they are.
     """
     return with_constants(
         loaders.load_sparse, TMA=tma, PAIRED=paired, DECODE=DECODERS[code], EACH=CODES[code].each, GROUP=group,
@@ -314,7 +314,7 @@ class SparseOperand(Operand):
         return self.weight.unscaled().dense().mT
 
     def loadable(self) -> Operand:
-        """A transpose is expanded, and lives briefly."""
+        """A transpose is expanded, and is short-lived."""
         return DenseOperand(self.in_torch()) if self.transposed else self
 
     def spec(self, matrix: Spec, along: Sequence[Layout], problem: Problem) -> Spec:
@@ -377,7 +377,7 @@ class SparseOperand(Operand):
     def gradients(
         self, a: Tensor, grad: Tensor, multiply: Multiply, needs: tuple[bool, Sequence[bool]]
     ) -> tuple[Tensor | None, list[Tensor | None]]:
-        """Of a, and of the kept numbers: of the dense weight's gradient, the numbers in their places."""
+        """The gradients of a, and of the kept numbers: those of the dense weight in their places."""
         refuse_gradients(self.named("the weight"), [needs[1][0] and bool(self.weight.code), *needs[1][1:]])
         of_a: Tensor | None = None
         of_tensors: list[Tensor | None] = [None] * len(self.tensors)
@@ -388,14 +388,14 @@ class SparseOperand(Operand):
             found = gradient_of(self.matrix, a, grad, multiply)
             found = found if self.transposed else found.mT
             channel = self.weight.channel
-            # The product is that of numbers times their row's channel.
+            # The product is that of numbers multiplied by the channel of their row.
             found = found if channel is None else found * channel.unsqueeze(-1)
             of_tensors[0] = sampled(found, self.weight)
         return of_a, of_tensors
 
 
 def sampled(dense: Tensor, weight: SparseTensor) -> Tensor:
-    """Of a matrix (*batch, N, K), the numbers in the places that a weight keeps, as its values lie."""
+    """The numbers of a matrix (*batch, N, K) in the places that a weight keeps, in the order of its values."""
     rows, columns = padded(*weight.shape[-2:])
     N, K = weight.shape[-2:]
     whole = torch.nn.functional.pad(dense, (0, columns - K, 0, rows - N))

@@ -1,4 +1,4 @@
-"""A first operand of which each of several GPUs has some columns: the product is the sum over all of them.
+"""A first operand whose columns are spread over several GPUs: the product is the sum over all of them.
 
 The sum is part of the kernel; see `kernels.ranks`. The epilogue is given the sum.
 """
@@ -20,7 +20,7 @@ from .dense import Dense, DenseOperand
 if TYPE_CHECKING:
     from ..problem import Problem
 
-#: Up to so many rows may be a product of `sliced_k`, whose accumulators lie along rows. Most others swap operands.
+#: The most rows for `sliced_k`, whose accumulators lie along rows. Most other schedules swap operands.
 SLICED = 8
 
 
@@ -29,12 +29,12 @@ class Exchange(NamedTuple):
 
     Attributes:
         buffers: one of each rank, (2, ranks, size), int32, each of which all ranks can write.
-        uses: (size / 64 + 1,), int32: in how many products each 8 by 8 elements have been, and whether an exchange
-            failed.
+        uses: (size / 64 + 1,), int32: the number of products that each 8 by 8 elements have been part of, and whether
+            an exchange failed.
         rank: this one.
         size: places for a product's elements; see `places_of`.
         failed: the address of an int32 that the GPU writes and the host reads: 0, or 1 + the rank that was missing.
-        patience: for how many microseconds a block waits for the partial sums of another rank.
+        patience: microseconds for which a block waits for the partial sums of another rank.
     """
 
     buffers: tuple[Tensor, ...]
@@ -46,12 +46,12 @@ class Exchange(NamedTuple):
 
 
 def places_of(rows: int, columns: int) -> int:
-    """How many places a product of so many rows and columns takes: in squares of 8 by 8, of two halves of columns."""
+    """The places that a product of this many rows and columns takes, in squares of 8 by 8 of two halves of columns."""
     return -(-rows // 8) * -(-columns // 16) * 128
 
 
 class SummedOver(NamedTuple):
-    """A first operand whose product is summed over ranks, as public functions hand it on."""
+    """A first operand whose product is summed over ranks, as public functions pass it on."""
 
     matrix: Tensor
     exchange: Exchange
@@ -100,7 +100,7 @@ class Summed(Dense):
         return [(*batch, rows, cols), *buffers, (1, self.size // 64 + 1), *scale]
 
     def of_partial_sum(self, problem: Problem, epilogue: Any, reads_ahead: bool) -> Any:
-        # How squares lie follows from the number of rows, since it must be the same on all ranks.
+        # The layout of squares must be the same on all ranks, so it follows from the number of rows.
         return with_constants(
             ranks.of_ranks, EPILOGUE=epilogue, RANK=self.rank, RANKS=self.ranks, SCALED=self.scale is not None,
             AHEAD=reads_ahead, TURNED=problem.M > SLICED,
@@ -153,7 +153,7 @@ class SummedOperand(DenseOperand):
 
     @property
     def is_dense(self) -> bool:
-        """It is more."""
+        """It has more than a matrix."""
         return False
 
     def named(self, name: str) -> list[tuple[str, Tensor]]:
@@ -178,6 +178,6 @@ class SummedOperand(DenseOperand):
 
     @property
     def text(self) -> str:
-        """Part of a call's key; no operator takes such operands."""
+        """Part of a call's key. No operator takes such operands."""
         e = self.exchange
         return f"summed:{e.rank}:{len(e.buffers)}:{e.size}"

@@ -52,9 +52,9 @@ if TYPE_CHECKING:
 MOST_K = (1 << 31) - 1024
 #: The most units: `order.quotient` divides numbers below 2^30.
 MOST_UNITS = (1 << 30) - 1
-#: The height of bands where several are in flight.
+#: The height of bands if several are in flight.
 LOW_BAND = 2
-#: Numbers of an accumulator where a step's sum has registers of its own.
+#: Numbers of an accumulator if a step's sum has separate registers.
 _PROMOTED = (PROMOTED, SCALED)
 
 
@@ -62,7 +62,7 @@ class AnyWidth(PersistentStatic):
     """One program on each multiprocessor, which takes tiles in turn.
 
     Attributes:
-        takes_turns: whether warpgroups take tiles in turn, and do not share them.
+        takes_turns: whether warpgroups take tiles in turn instead of sharing them.
     """
 
     title = "tiles of any width"
@@ -70,7 +70,7 @@ class AnyWidth(PersistentStatic):
     # Those whose Gluon has the names that the kernel is written in.
     versions = ("3.6", "3.7", "3.8", "3.9")
     reason = "chosen where it is predicted to be the fastest"
-    # Of few tiles, narrow ones have room for many parts.
+    # If there are few tiles, narrow ones have room for many parts.
     splits = (2, 3, 4, 6, 8, 11)
     sizes_bands = True
     waits_for_rows = True
@@ -114,7 +114,7 @@ class AnyWidth(PersistentStatic):
         return self._untaken(config, forms) is None
 
     def considers(self, problem: Problem, rows: Floats) -> np.ndarray:
-        # A row that is added to one row may be the output itself, of which some is stored twice.
+        # A row that is added to a single row may be the output itself, part of which is stored twice.
         return (np.asarray(rows) > 1) | (problem.epilogue != "add_row")
 
     def repeats(self, problem: Problem, rows: Ints, config: Config | Space) -> np.ndarray:
@@ -133,7 +133,7 @@ class AnyWidth(PersistentStatic):
 
     def code(self, config: Config, forms: Forms) -> object:
         tile = self.tile(config)
-        # Here widths tell kernels apart; fp8 that is promoted or scaled has fewer of them.
+        # Here kernels differ by their widths. Promoted or scaled fp8 has fewer of them.
         return config.swap, tile.x, tile.groups, tile.widths(forms.packed, forms_of(config, forms)[1], None)
 
     def check_sizes(self, config: Config) -> None:
@@ -197,7 +197,7 @@ class AnyWidth(PersistentStatic):
         return self._untaken(c, Forms.of(p))
 
     def _untaken(self, config: Config, forms: Forms) -> str | None:
-        """Why operands that lie so can't be cut into a config's tiles; None if they can."""
+        """The reason why operands with these layouts cannot be cut into a config's tiles; None if they can."""
         c, tile, rules = config, self.tile(config), rules_of(forms.packed)
         _, y_form = forms_of(config, forms)
         if forms.packed is not None and not c.swap:
@@ -232,7 +232,7 @@ class AnyWidth(PersistentStatic):
     def band(self, problem: Problem, config: Config) -> int:
         """The height of the bands: the config's, or one by the sizes.
 
-        The tiles in flight read least where they cover as many bytes of A as of B. If a band of that height has fewer
+        The tiles in flight read least if they cover as many bytes of A as of B. If a band of that height has fewer
         tiles than there are multiprocessors, several bands are in flight, and low ones are better. Bands have about
         equal heights. Measured on an H200 (`any_width_bands-bf16.json`).
         """
@@ -304,14 +304,15 @@ def _operands_suit(problem: Problem) -> bool:
 
 
 def _batch_suits(problem: Problem) -> bool:
-    """Whether a batch is of plain products, each of matrices of its own."""
+    """Whether the products of a batch are plain ones, each with its own matrices."""
     p = problem
     bare = type(p.a) is Dense and type(p.b) is Dense and p.a.dtype.itemsize == 2 and p.epilogue == "identity"
     return bare and len(p.batch) == 1 and all(p.a.steps) and all(p.b.steps)
 
 
 def _groups_suit(problem: Problem) -> bool:
-    """Whether groups are of rows of 16-bit numbers that stay where they are, with an epilogue of vectors at most.
+    """Whether groups are of rows of 16-bit numbers that are not gathered or scattered, with an epilogue of vectors at
+    most.
 
     Ranges of K need operands that are turned, as those of a weight's gradient are, and a bare product.
     """
@@ -328,11 +329,11 @@ def _groups_suit(problem: Problem) -> bool:
 
 
 def _epilogue_suits(problem: Problem) -> bool:
-    """Whether an epilogue asks for nothing but its block, few registers, and no offsets beyond 32 bits in it.
+    """Whether an epilogue reads only its block, takes few registers, and needs no offsets beyond 32 bits.
 
-    It may read or write one more matrix, which comes or leaves part by part. Registers spill beside an accumulator
-    where there are more. A matrix that is added to a bare product may be the output itself, of which some columns are
-    stored twice.
+    It may read or write one more matrix, part by part. With more matrices, registers would spill beside the
+    accumulator. A matrix that is added to a bare product may be the output itself, of which some columns are stored
+    twice.
     """
     p = problem
     if p.epilogue == "add_matrix" or (p.wants_subtiles and not _has_one_matrix(p)):

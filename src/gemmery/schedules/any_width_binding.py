@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 #: By the number of warpgroups: registers of a thread in all but the first one, and of the loader's.
 REGISTERS = {1: (0, 40), 2: (232, 40), 3: (160, 32)}
-#: How much larger than all else an operand has to be to leave L2 first. Measured on an H200.
+#: An operand leaves L2 first if it is larger than all other data by this factor. Measured on an H200.
 STREAMED = 1.5
 #: Rows in the outer dimensions along which groups and ranges have their ends, see `any_width_finish.store_slot`; and
 #: elements from one row of the outermost to the next, and one row more.
@@ -141,15 +141,15 @@ class AnyWidthBinding(Binding):
     def _loops(self, takes_turns: bool, given: object, second: object) -> bool:
         """`LOOPS` of the kernel, as far as it gained on an H200 (`any_width_epilogues-bf16`).
 
-        It was not measured where a matrix is read. Three warpgroups have no registers for two results beside an
-        accumulator that stays whole.
+        Epilogues that read a matrix were not measured. Three warpgroups have no registers for two results beside a
+        whole accumulator.
         """
         p = self.problem
         suits = given is None and not (second is not None and self.tile.groups > 2)
         return functions_of(p) > 0 and not takes_turns and not p.paired and suits
 
     def _epilogue(self, given: object, second: object) -> Any:
-        """The function of a part's block: with a matrix, it takes the matrix's block too, or returns it."""
+        """The function of a part's block. With a matrix, it also takes or returns the matrix's block."""
         p = self.problem
         if given is not None:
             return phases(p)[1]
@@ -202,7 +202,7 @@ class AnyWidthBinding(Binding):
         return ()
 
     def check(self, compiled: Any) -> None:
-        """RuntimeError unless the ring, its barriers and the tensor maps are where the kernel's assembly looks."""
+        """Raises RuntimeError unless the ring, its barriers and the tensor maps are where the assembly expects them."""
         from ..kernels import any_width_given, any_width_order
 
         check_maps(compiled.asm["ptx"])
@@ -278,11 +278,10 @@ class AnyWidthBinding(Binding):
 
     @property
     def streams(self) -> int:
-        """Which operand is the first to leave L2: 1 for X, 2 for Y, 0 for neither.
+        """The operand that leaves L2 first: 1 for X, 2 for Y, 0 for neither.
 
-        An operand that is most of what is read and written takes the place of its own kind there, rather than of what
-        other kernels have written, which would have to go to memory first. Otherwise both are read again, and stay in
-        L2.
+        If an operand is most of the data, its blocks replace each other in L2, and not data that other kernels have
+        written, which would first have to go to memory. Otherwise both operands are read again, and stay in L2.
         """
         p = self.problem
         if p.ragged:
@@ -296,7 +295,7 @@ class AnyWidthBinding(Binding):
 
     @property
     def workspace_size(self) -> tuple[int, int]:
-        """Bytes in which parts of tiles meet, and counters of their arrivals; none where no tile is cut."""
+        """Bytes of memory for the parts of tiles, and counters of their arrivals; none if no tile is cut."""
         w, tile = self.work, self.tile
         return w.partials(tile.x, tile.y) * torch.float32.itemsize, w.counters(tile.groups)
 
@@ -363,5 +362,5 @@ def source() -> str:
     )  # fmt: skip
 
 
-#: By a kernel for several widths of a packed weight, its widths in the order that does well; see `_order`.
+#: For each kernel with several widths of a packed weight, its widths in a good order; see `_order`.
 _ORDERS: WeakKeyDictionary[Any, tuple[int, ...]] = WeakKeyDictionary()

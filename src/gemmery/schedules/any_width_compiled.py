@@ -1,6 +1,6 @@
-"""What is looked up in compiled kernels for tiles of any width, since their assembly takes it for granted.
+"""Checks of compiled kernels for tiles of any width: properties on which their assembly relies.
 
-See `kernels.any_width`, and `AnyWidthBinding` for who asks.
+See `kernels.any_width`, and `AnyWidthBinding`, which makes these checks.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ def waits_for_each(compiled: Any) -> bool:
     """Whether each product of a kernel waits for the one before.
 
     The assembler makes them wait in about a fifth of the kernels that unpack a weight, "due to insufficient register
-    resources for the wgmma pipeline" (its message C7511). We know no reason: with its cases in another order, the same
-    kernel often has no such waits. Triton does not keep the message, so the machine code is searched. That is quicker
-    than to ask the assembler again, as `lab.targets.serialised` does.
+    resources for the wgmma pipeline" (its message C7511). We do not know why: with its cases in another order, the
+    same kernel often has no such waits. Triton does not keep the message, so the machine code is searched. This is
+    quicker than another run of the assembler, as in `lab.targets.serialised`.
     """
     return set(PENDING.findall(compiled.asm["cubin"])) == {b"\0"}
 
@@ -40,8 +40,8 @@ def check_memory(llir: str, size: int, barriers: int) -> None:
     """RuntimeError unless the first `size` bytes of shared memory are the slots', `barriers` are behind them, and all
     else behind these; or if assembly looks for the ring or the barriers elsewhere.
 
-    Whatever else there is, is found at constant offsets. If something stood before the slots, its own offset would be
-    one of less than their size, since nothing else is as large.
+    All other data is at constant offsets. If anything were before the slots, its offset would be less than their size,
+    since nothing else is as large.
 
     Args:
         llir: the kernel in LLVM's language.

@@ -21,31 +21,31 @@ if TYPE_CHECKING:
     from ..problem import Problem
     from ..select.space import Space
 
-#: Part of the tensor cores' rate, and what a narrow instruction takes more, in columns.
+#: The part of the tensor cores' rate that is reached, and the additional time of a narrow instruction, in columns.
 EFFICIENCY, EDGE = 0.9345, 18.8
 #: EDGE's counterpart where both operands have adjacent elements along their rows, which narrow instructions read more
 #: slowly from shared memory: products take 1 + (TURNED / width)^2 times as long.
 TURNED = 32.0
-#: What the products take longer where each step's sum is promoted, and where it is scaled before; for 1, 2 and 3
-#: warpgroups, of which the others multiply while one adds.
+#: The factor of the products' time if each step's sum is promoted, and if it is also scaled; for 1, 2 and 3
+#: warpgroups, since the others multiply while one adds.
 PROMOTING, SCALING = (1.57, 1.14, 1.04), (1.8, 1.65, 1.6)
-#: Of products with a 2:4 sparse weight: the part of the time of dense ones that they take if shared memory has to read
-#: nothing but Y; and seconds at a launch's start for each warpgroup but the first.
+#: For products with a 2:4 sparse weight: their time as a part of that of dense ones, if only Y is read from shared
+#: memory; and seconds at a launch's start for each warpgroup but the first.
 SPARSE, SPARSE_GROUP = 0.41, 0.95e-6
 #: Where these numbers are read from shared memory: columns of Y, and rows of X, with which X and all that is written
 #: take as long as Y.
 SPARSE_Y, SPARSE_X = 68, 64
-#: The least seconds of a step with kept numbers of 8 bits, of which 16 are made.
+#: The least seconds of a step with kept numbers of 8 bits that are widened to 16.
 SPARSE8 = 1.6e-7
-#: What loads from L2 take longer for each doubling of what A and B have beyond L2's size, with a sparse weight. Dense
-#: products, which take longer themselves, do not show it.
+#: By how much loads from L2 slow down for each doubling of A and B beyond L2's size, with a sparse weight. Dense
+#: products, which take longer themselves, do not show this.
 BEYOND = 0.3
 #: Rows of X that a warpgroup unpacks at a time.
 ROWS = 64
 #: Seconds of a step in which a packed weight is unpacked: once, by several warpgroups and by one alone, and for each 64
 #: rows. The exponent with which they and the products add up.
 UNPACK, UNPACK_ALONE, UNPACK_ROWS, UNPACK_OVERLAP = 1.31e-7, 0.954e-7, 6.27e-8, 3.61
-#: What part of `EFFICIENCY` these products have, with 64 rows for each warpgroup and with 128.
+#: The part of `EFFICIENCY` that these products reach, with 64 rows for each warpgroup and with 128.
 UNPACK_EFFICIENCY = (0.979, 0.946)
 #: Seconds at a launch's start for each warpgroup, which has more code to fetch, and those that a kernel for one width
 #: saves there.
@@ -55,7 +55,7 @@ UNPACK_START, ONE_WIDTH = 3.20e-7, 0.447e-6
 INTAKE, L2, LATENCY = 1.170, 0.998, 1.21e-6
 #: The exponent with which the products and the loads from L2 add up.
 JOINT = 16.0
-#: What a tenfold time costs for the clock, which power lowers, and from how many seconds on.
+#: The slowdown for each tenfold time, since power lowers the clock, and the seconds from which on it counts.
 SLOWING, LONG = 0.0185, 3e-5
 #: The stream of blocks from memory. How it and the loop, which mostly overlap, add up.
 MEMORY, OVERLAP = Stream(long=1.077, short=1.475, ramp=3.35e-6), 3.92
@@ -81,19 +81,19 @@ PART = 64 * 64
 REDUCTION, TIMES = 0.663e-6, 3.10
 #: Seconds in which a program finds its first group of rows, see `tile.FIND`.
 FIND = 5.0e-6
-#: What a kernel that could cut tiles costs more where it does not: it has more code.
+#: The additional seconds of a kernel that could cut tiles but does not: it has more code.
 IDLE = 1.01
 
 
 class Terms(NamedTuple):
-    """What the model has that depends on what X is; a row of `TERMS`.
+    """The terms of the model that depend on the kind of X; a row of `TERMS`.
 
     Attributes:
         products: the time of the products of a program, given the problem, the space, what they take at
             `EFFICIENCY`, the program's steps, rows of X and of Y, and warpgroups that share a tile.
         start: seconds at a launch's start, given the space and the same warpgroups.
         step: the least seconds of a step.
-        beyond: what loads from L2 take longer, see `BEYOND`.
+        beyond: by how much loads from L2 slow down, see `BEYOND`.
     """
 
     products: Callable[[Problem, Space, Floats, Floats, Floats, Floats, Floats], Floats]
@@ -147,7 +147,7 @@ def costs(problem: Problem, space: Space, given: Given, takes_turns: bool) -> Co
     """The predicted costs of a space's configs, see `Schedule.costs`.
 
     Args:
-        takes_turns: whether warpgroups take tiles in turn, and do not share them.
+        takes_turns: whether warpgroups take tiles in turn instead of sharing them.
     """
     p, s, device, staged = problem, space, problem.device, problem.b.staged
     terms = TERMS["" if staged is None else staged.kind]
@@ -185,14 +185,14 @@ def costs(problem: Problem, space: Space, given: Given, takes_turns: bool) -> Co
     last = LAST + store * LAST_STORE + epilogue + _code_seconds(p, elements)
     once = start + (last if takes_turns else around)
     reduction = np.where(chunk > 0, REDUCTION + TIMES * parts * x * y * 4.0 / device.sm_bandwidth, 0.0)
-    # So that a tile that is not cut has the kernel without that code.
+    # So a tile that is not cut gets the kernel without that code.
     idle = np.where((s.split_k > 1) & (chunk == 0), IDLE, 1.0)
     total = (body + once + reduction) * idle
     return Costs(total, compute, l2, given.memory, once, reduction, np.zeros(1), turns * np.ones_like(total))
 
 
 def _beyond_l2(problem: Problem, given: Given, beyond: float) -> Floats:
-    """By which factor loads from L2 take longer if it has no room for both operands; see `BEYOND`."""
+    """The factor by which loads from L2 slow down if it has no room for both operands; see `BEYOND`."""
     p = problem
     both = (given.rows * p.a.bits + p.N * p.b.bits) * p.K / 8
     factor: Floats = 1 + beyond * np.log2(np.maximum(both / p.device.l2, 1))
@@ -209,10 +209,10 @@ def _summing(problem: Problem) -> Floats:
 def _least_of_step(
     problem: Problem, space: Space, rows: Floats, x: Floats, y: Floats, busy: Floats
 ) -> Floats:
-    """Seconds that a step takes at least: until its bytes are there, and for rows outside the operands.
+    """The least seconds of a step: until its bytes have arrived, and for rows outside the operands.
 
-    Tiles are moved into the operands, but for an operand that is smaller than a tile. All programs together ask for its
-    rows outside.
+    Tiles are moved into the operands, unless an operand is smaller than a tile. Then all programs ask for rows outside
+    it.
 
     Args:
         busy: programs that have tiles.
@@ -226,12 +226,12 @@ def _least_of_step(
 
 
 def _waits(stream: Floats, loop: Floats, together: Floats, streamed: Floats) -> Floats:
-    """The least time where the last steps are of a part of the programs.
+    """The least time if only some programs have the last steps.
 
-    Each of these can't load faster because others have ended.
+    A program does not load faster after others have ended.
 
     Args:
-        together: the share of the busiest program's steps that all programs have.
+        together: the share of the busiest program's steps during which all programs run.
         streamed: the share of all bytes that are loaded by then.
     """
     seconds: Floats = stream * np.minimum(streamed, 1) + loop * (1 - together)

@@ -1,4 +1,4 @@
-"""The tiles of any width: what of X and Y they have, and what there is room for; see `kernels.any_width`."""
+"""The tiles of any width: their rows of X and Y, and the memory and registers for them; see `kernels.any_width`."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ EIGHT, LEAST_PAIRS = 8, 32
 PART = 64
 #: Bytes of shared memory, and of those for barriers.
 SHARED, BARRIERS = ARCHS["sm_90"].shared, 1024
-#: Stages that are enough.
+#: The most stages that are useful.
 MOST_STAGES = 12
 #: By the number of warpgroups: numbers of the accumulator that a thread has registers for; and those of a warpgroup
 #: that takes turns.
 ACCUMULATORS, IN_TURNS = {1: 128, 2: 160, 3: 96}, 144
-#: Of the accumulator where a step's sum has as many registers again, and where there are scales besides.
+#: Numbers of the accumulator if a step's sum takes as many registers again, and if there are also scales.
 PROMOTED, SCALED = {1: 96, 2: 88, 3: 64}, {1: 88, 2: 80, 3: 48}
 #: The widths that share a kernel where X is a packed weight and each warpgroup has 64 rows of it, by the number of
 #: warpgroups. The more widths a kernel has, the more often its products wait for each other, see `waits_for_each`.
@@ -43,7 +43,7 @@ PACKED_WIDTHS = {
 #: The fewest stages with a weight that has a `Stage`: a step's numbers are read while the step before is multiplied,
 #: and the stage before that is free afterwards.
 LEAST_PACKED = 3
-#: The height of bands, as a part of that with the least to read.
+#: The height of bands, as a part of the height with which the least is read.
 BAND = 0.75
 
 #: The form of an operand, see `kernels.any_width`. The form of Y decides which multiples a tile's width can be. TMA
@@ -72,17 +72,17 @@ KINDS = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "e4m
 
 
 class Rules(NamedTuple):
-    """What tiles can be, by what X is; the defaults are those of a plain matrix.
+    """The tiles that are possible for a kind of X; the defaults are those of a plain matrix.
 
     Attributes:
-        name, about: what X is, in messages, where it is no plain matrix.
+        name, about: X in messages, if it is no plain matrix.
         numbers: by the number of warpgroups, numbers of an accumulator that a thread has registers for; None for
             `ACCUMULATORS` and `IN_TURNS`.
-        each: what widths are multiples of with one or two warpgroups; None for `Tile.each`.
+        each: widths are multiples of it with one or two warpgroups; None for `Tile.each`.
         own: the most rows of X of a warpgroup.
         shared: by the number of warpgroups, the widths that share a kernel where each of them has 64 rows; others have
-            a kernel of their own. In some orders of the widths, products wait for each other. None if all widths
-            share one, and none do.
+            a kernel of their own. In some orders of the widths, products wait for each other. None if all widths share
+            one kernel without such waits.
         takes_turns: whether warpgroups may take tiles in turn.
         has_second: whether an epilogue may write a second result.
         band: see `BAND`.
@@ -99,8 +99,8 @@ class Rules(NamedTuple):
     band: float = BAND
 
 
-#: Sparse weights' tiles are limited by shared memory's bandwidth, of which large ones take less, so they have the
-#: largest accumulators, and gain most of widths between. Warpgroups that take turns wait too often for products.
+#: The tiles of sparse weights are limited by the bandwidth of shared memory. Large tiles need less of it, so they have
+#: the largest accumulators, and gain most from widths between. Warpgroups that take turns wait too often for products.
 _SPARSE = Rules(
     "sparse", "a sparse weight", numbers={1: 128, 2: 176, 3: 96}, each=8, takes_turns=False, band=0.5
 )
@@ -188,18 +188,18 @@ class Tile(NamedTuple):
 
     @property
     def buffers(self) -> int:
-        """Parts of the output that each warpgroup has room for beside the ring. Stages of large tiles need the rest."""
+        """Parts of the output for which each warpgroup has room beside the ring. Stages of large tiles need the rest."""
         return 2 if self.x <= 2 * ROWS else 1
 
     @property
     def ring_rows(self) -> int:
-        """Rows that there is shared memory for, beside the parts of the output."""
+        """Rows for which there is shared memory, beside the parts of the output."""
         stored = self.groups * self.buffers * ROWS * self.part * 2
         return (SHARED - BARRIERS - stored) // ROW // ROWS * ROWS
 
     @property
     def slots(self) -> int:
-        """Parts of the output that there is room for, in the ring and beside it."""
+        """Parts of the output for which there is room, in the ring and beside it."""
         return self.ring_rows // self.part + self.groups * self.buffers
 
     @property
@@ -208,7 +208,7 @@ class Tile(NamedTuple):
         return 1 + self.ring_rows // self.groups * ROW // (self.own * self.y * 4)
 
     def most_stages(self, format: Stage | None = None) -> int:
-        """Stages that there is room for.
+        """Stages for which there is room.
 
         Args:
             format: of X; None of a plain matrix.

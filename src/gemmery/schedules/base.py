@@ -1,9 +1,9 @@
 """The base of schedules, and their registry.
 
-A schedule is how the programs of a launch walk over the tiles of a product. It is a value: its name and its knobs, on
-which GPUs and for which problems it runs, why it refuses a config, how it is bound to a kernel, what it costs, and how
-it divides the work. Everything else asks the registry; a new schedule is one module here, and its rows in
-`select.tiles`.
+A schedule is the order in which the programs of a launch compute the tiles of a product. It is an object that knows
+its name and its knobs, the GPUs and problems for which it runs, its reasons to refuse a config, its binding to a
+kernel, its costs, and its division of the work. All other code asks the registry. A new schedule is one module here,
+and its rows in `select.tiles`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ KNOBS = {
 
 
 class Forms(NamedTuple):
-    """How a problem's operands lie, as far as it decides which tiles they can be cut into, and a kernel's code.
+    """The layout of a problem's operands, as far as possible tiles and a kernel's code depend on it.
 
     Attributes:
         a_turned, b_turned: whether adjacent elements lie along M in a, and along N in b.
@@ -60,27 +60,27 @@ class Forms(NamedTuple):
 
 
 class Schedule:
-    """One schedule; an object of a class of its own.
+    """One schedule. Each has its own class.
 
     Attributes:
         name: how `Config.schedule` names it.
         about: what its programs do, in words.
-        title: what is said to be there, or not, on a GPU.
+        title: its name for users, as available or not on a GPU.
         knobs: those of `KNOBS` that it takes.
         universal: whether it runs every problem on every GPU, with some config.
         archs, versions: architectures and versions of Triton for which it is written; empty for all.
         reason: when it is chosen, for `gemmery doctor`.
         chosen_on: architectures on which it is chosen untuned, since it was measured to be faster there; None for all.
             Elsewhere its configs come last: a tuner measures them, and a config may name them.
-        instead: what there is in its place where it does not run; "" for nothing worth saying.
-        instruction: the matrix instruction of its kernels in PTX, where it is not the architecture's usual one.
+        instead: what replaces it where it does not run; "" if this needs no mention.
+        instruction: the matrix instruction of its kernels in PTX, if it is not the architecture's usual one.
         splits: parts along K that are considered for rows of tiles that say `splits`.
         overlaps_stores: whether a program stores a tile while it computes its next one.
         sizes_bands: whether `Config.group_m` may be 0, for bands as high as `band` says.
-        tables: what stands behind a kind in the names of its own tables of measured times; each takes the place of
-            those before it.
+        tables: suffixes of a kind in the names of its own tables of measured times; each table replaces those before
+            it.
         waits_for_rows: whether its kernels ask an operand with `Spec.arrives` for the order of its rows, and wait.
-        fits: the tables, by their `select.measured.table_name`, of what its model is itself fitted to.
+        fits: the tables, by their `select.measured.table_name`, to which its model is itself fitted.
     """
 
     name: ClassVar[str]
@@ -112,14 +112,14 @@ class Schedule:
         return self.available() and (not self.archs or arch.name in self.archs)
 
     def is_chosen_on(self, arch: Arch) -> bool:
-        """Whether it is chosen on an architecture without being measured there first."""
+        """Whether it is chosen on an architecture without a measurement there."""
         return self.chosen_on is None or arch.name in self.chosen_on
 
     def needs(self, problem: Problem) -> Iterator[tuple[bool, str]]:
-        """What a problem has to be for some config of it to run, whatever the number of rows.
+        """The conditions on a problem under which some config runs it, whatever the number of rows.
 
-        Yields whether a condition holds, and the condition in words. One that does not hold is the last that is asked
-        for, so that later ones may take it for granted.
+        Yields whether a condition holds, and the condition in words. A condition that does not hold is the last one,
+        so later conditions may rely on it.
         """
         target = problem.device.target
         yield self.available(), f"Triton {', '.join(self.versions)}"
@@ -145,7 +145,7 @@ class Schedule:
         return True
 
     def considers(self, problem: Problem, rows: Floats) -> np.ndarray:
-        """For which numbers of rows its configs are considered, of a problem that it suits."""
+        """The numbers of rows for which its configs are considered, for a problem that it suits."""
         return np.ones(np.shape(rows), bool)
 
     def has_room(self, problem: Problem, space: Space) -> np.ndarray:
@@ -160,9 +160,9 @@ class Schedule:
         return np.ones(len(space), bool)
 
     def repeats(self, problem: Problem, rows: Ints, config: Config | Space) -> np.ndarray:
-        """For which numbers of rows, and of which configs, tiles overlap, so that elements are computed twice.
+        """The numbers of rows, and the configs, for which tiles overlap, so that elements are computed twice.
 
-        Products that are summed over ranks can't have that.
+        Products that are summed over ranks do not allow this.
 
         Args:
             config: one of it, or many, all of which are of it.
@@ -172,7 +172,7 @@ class Schedule:
     def code(self, config: Config, forms: Forms) -> object:
         """The part of a config that decides which compiled kernel runs; None stands for the whole config.
 
-        It is asked of configs that `takes` accepts.
+        Only for configs that `takes` accepts.
         """
         return None
 
@@ -183,7 +183,7 @@ class Schedule:
     # --- configs ---------------------------------------------------------------------------------------------------
 
     def check_sizes(self, config: Config) -> None:
-        """ValueError for a Config whose tile or number of warps is invalid."""
+        """Raises ValueError for a Config whose tile or number of warps is invalid."""
         c = config
         for name in ("block_m", "block_n", "block_k"):
             value = getattr(c, name)
@@ -197,13 +197,13 @@ class Schedule:
             raise ValueError(f"Config: num_warps is {c.num_warps!r}; it must be a power of two up to 32")
 
     def check(self, config: Config) -> None:
-        """ValueError for a Config whose knobs do not go together."""
+        """Raises ValueError for a Config whose knobs do not go together."""
         for knob, (none, message) in KNOBS.items():
             if knob not in self.knobs and getattr(config, knob) != none:
                 raise ValueError(f"Config: {message} {_names(knob)}")
 
     def refusal(self, problem: Problem, config: Config) -> str | None:
-        """Why a config can't run a problem; None if it can."""
+        """The reason why a config cannot run a problem; None if it can."""
         raise NotImplementedError
 
     def bind(self, problem: Problem, config: Config) -> Binding:
@@ -221,11 +221,11 @@ class Schedule:
         return config.group_m
 
     def at_once(self, problem: Problem, config: Config) -> int:
-        """The number of programs that a GPU holds at once, by which costs are computed."""
+        """The number of programs that a GPU holds at once, as the costs assume it."""
         raise NotImplementedError
 
     def walk(self, problem: Problem, config: Config) -> Walk:
-        """Which program computes what, and when."""
+        """The units that each program computes, and their order."""
         raise NotImplementedError
 
     def turns(self, problem: Problem, config: Config) -> float:

@@ -1,7 +1,7 @@
 """From a Problem and a Config to a Triton kernel with its arguments.
 
-A `Binding` is what is fixed once both are known: the kernel, its compile-time parts and the grid. The same binding
-serves a launch, a compilation for the GPU at hand, and a cross-compilation with tensors on the meta device.
+A `Binding` holds all that is fixed once both are known: the kernel, its compile-time parts and the grid. The same
+binding serves a launch, a compilation for the GPU at hand, and a cross-compilation with tensors on the meta device.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def suits_tma(problem: Problem) -> bool:
 def storable(operand: Layout, rows: int, cols: int, batch: tuple[int, ...]) -> bool:
     """Whether a matrix can also be written through a tensor descriptor.
 
-    TMA writes whole 16-byte units: where a row of the matrix ends within one, it would write into what lies behind.
+    TMA writes whole units of 16 bytes. If a row of the matrix ended within one, it would overwrite the data behind it.
     """
     adjacent = cols if operand.col == 1 else rows
     whole = operand.dtype != torch.bool and adjacent * operand.dtype.itemsize % 16 == 0
@@ -85,20 +85,20 @@ def of_sum(problem: Problem, made: Any, reads_ahead: bool = False) -> Any:
 
 
 def needs_only_its_block(problem: Problem) -> bool:
-    """Whether an epilogue asks for nothing but its block, and for no offsets beyond 32 bits in it."""
+    """Whether an epilogue reads only its block, and needs no offsets beyond 32 bits."""
     p, f = problem, problem.fusion
     plain = f is None or (f.stores and not (f.reduces or f.whole or p.a.prologue))
     return plain and all((x.row + x.col) * BOX < 1 << 31 for x in p.extras)
 
 
 def digest(*modules: ModuleType) -> str:
-    """A digest of a kernel's files: Triton does not notice a change in what writes its assembly."""
+    """A digest of a kernel's files, since Triton does not notice changes in functions that write assembly."""
     files = b"".join(Path(inspect.getfile(each)).read_bytes() for each in modules)
     return hashlib.sha256(files).hexdigest()[:16]
 
 
 def phases(problem: Problem) -> tuple[Any, Any]:
-    """The device functions of a problem's epilogue: what loads a matrix that it reads ahead, or None, and the rest."""
+    """The device functions of a problem's epilogue: one that loads a matrix ahead, or None, and the rest."""
     if problem.fusion is None or problem.fusion.ahead is None:
         return None, epilogue_of(problem)
     before, rest = problem.fusion.ahead
@@ -161,7 +161,7 @@ def spans(problem: Problem, config: Config) -> bool:
 
 
 def epilogue_subtiles(problem: Problem, config: Config) -> int:
-    """In how many subtiles the epilogue and the store of a block come."""
+    """The number of subtiles for the epilogue and the store of a block."""
     if not config.split_store or problem.b.by_steps or (problem.fusion is not None and problem.fusion.whole):
         return 1
     if isinstance(problem.b, Pair) and problem.b.alternates:
@@ -173,7 +173,7 @@ def epilogue_subtiles(problem: Problem, config: Config) -> int:
 
 
 def refusal_of(problem: Problem, config: Config) -> str | None:
-    """Why a config can't run a problem with a kernel of `kernels.gemm`; None if it can."""
+    """The reason why a config cannot run a problem with a kernel of `kernels.gemm`; None if it can."""
     p, c = problem, config
     tma = c.loader == "descriptor"
     if tma and p.K == 0:
@@ -196,7 +196,7 @@ def refusal_of(problem: Problem, config: Config) -> str | None:
 
 
 def straddles(problem: Problem, config: Config) -> str | None:
-    """Why a config's tiles would have rows of two shards, see `Spec.shards`; None if they have not."""
+    """The reason why a config's tiles would have rows of two shards, see `Spec.shards`; None if they do not."""
     rows, shards = problem.M, problem.a.shards
     if shards == 1 or (rows % shards == 0 and rows // shards % config.block_m == 0):
         return None
@@ -204,7 +204,7 @@ def straddles(problem: Problem, config: Config) -> str | None:
 
 
 def band_within(problem: Problem, config: Config, height: int) -> int:
-    """The height of tile bands of a height at most, so that none has tiles of two shards."""
+    """The height of tile bands, at most a given one, with which no band has tiles of two shards."""
     if problem.a.shards == 1:
         return height
     tiles = problem.M // problem.a.shards // config.block_m
@@ -304,7 +304,8 @@ class Binding:
             "PRECISION": p.precision,
             "IMPRECISE_ACC": min(PROMOTE_EVERY, c.block_k) if promotes(p) else -1,
             "num_warps": c.num_warps,
-            # Triton deals stages out to a load and to those that it waits for, here of the table of blocks.
+            # Triton divides the stages between a load and the loads for which it waits, here that of the table of
+            # blocks.
             "num_stages": c.num_stages * (2 if p.by_blocks else 1),
         }
         if self.persistent:
@@ -397,7 +398,7 @@ class Binding:
 
     @property
     def workspace_size(self) -> tuple[int, int]:
-        """Bytes in which parts of tiles meet, and counters of their arrivals; none where tiles are not cut."""
+        """Bytes of memory for the parts of tiles, and counters of their arrivals; none if tiles are not cut."""
         if self.split is None:
             return 0, 0
         units = self.split.units(self.problem, self.waves.tiles)
@@ -405,7 +406,7 @@ class Binding:
         return elements * self.problem.summed.itemsize, self.waves.tiles
 
     def workspace(self, device: torch.device) -> Workspace:
-        """The tensors in which parts of tiles meet, free for the next launch on the current stream."""
+        """The tensors for parts of tiles, free for the next launch on the current stream."""
         partials, arrivals = WORKSPACES.get(device, *self.workspace_size)
         return partials.view(self.problem.summed), arrivals
 
@@ -443,7 +444,7 @@ class Binding:
     def direct_arguments(self, tensors: Sequence[Any], numbers: Sequence[float] = ()) -> list[Any]:
         """The arguments of the direct launch, as those of `arguments`.
 
-        A descriptor may have a `box` here, which its tensor map loads at a time instead of its type's block.
+        A descriptor may have a `box` here: its tensor map loads that instead of its type's block.
         """
         return self.arguments(tensors, numbers)
 
@@ -454,11 +455,11 @@ class Binding:
             RuntimeError: see `check`.
         """
         compiled = self.kernel.warmup(*self.arguments(tensors, numbers), grid=self.grid, **self.constants)
-        # Every number of rows comes here, with one of a few kernels.
+        # A few kernels serve every number of rows.
         if compiled not in _CHECKED:
             self.check(compiled)
             _CHECKED.add(compiled)
         return compiled
 
     def check(self, compiled: Any) -> None:
-        """RuntimeError unless a compiled kernel is as what it was made of takes for granted; by default nothing is."""
+        """Raises RuntimeError unless a compiled kernel has the properties on which its source relies; by default none."""

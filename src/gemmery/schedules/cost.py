@@ -1,4 +1,4 @@
-"""The predicted time of a config, and what of its arithmetic all schedules share."""
+"""The predicted time of a config, and the arithmetic that all schedules share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 Floats = np.ndarray
 
-#: How two things that mostly overlap add up: the root of the sum of their powers. Fitted on an H200.
+#: The exponent with which two times that mostly overlap add up: the root of the sum of their powers. Fitted on an
+#: H200.
 OVERLAP = 2.25
 #: Part of the memory bandwidth that a long stream reaches.
 STREAM = 0.855
@@ -34,7 +35,8 @@ FUNCTION, ELEMENT = 0.85e-10, 0.4e-10
 #: Gini coefficients of 0.1 to 0.25 (arXiv:2605.20982). And the sizes that stand for all, in standard deviations.
 IMBALANCE = 0.36
 QUANTILES = (-1.53, -0.89, -0.49, -0.16, 0.16, 0.49, 0.89, 1.53)
-#: The largest of n normal numbers is on average about so many times sqrt(2 ln n) standard deviations, for n up to 100.
+#: On average, the largest of n normal numbers is about this many times sqrt(2 ln n) standard deviations, for n up to
+#: 100.
 LARGEST = 0.75
 
 
@@ -43,13 +45,14 @@ class Cost:
     """Predicted time of a config in seconds, and its parts, which overlap.
 
     Attributes:
-        total: what configs are ranked by.
+        total: the time by which configs are ranked.
         compute: K steps at the tensor cores' rate, on the busiest multiprocessor.
         l2: the same steps at the rate at which it takes in bytes.
         memory: each distinct byte once, at the memory's bandwidth.
         overhead: launch, pipeline fill, epilogues and stores.
         reduction: storing and adding up the partial sums of tiles that are cut along K.
-        correction: what the measured times of similar products add, see `select.measured`; 0 where there are none.
+        correction: the seconds that measured times of similar products add, see `select.measured`; 0 if there are
+            none.
         waves: tiles on the busiest multiprocessor; a part of a tile counts as such.
     """
 
@@ -77,7 +80,7 @@ class Costs:
     waves: Floats
 
     def corrected(self, factor: Floats) -> Costs:
-        """With totals multiplied by what was measured."""
+        """With totals multiplied by the measured corrections."""
         return replace(self, total=self.total * factor, correction=self.total * (factor - 1))
 
     @classmethod
@@ -101,7 +104,7 @@ class Costs:
 
 
 def functions_of(problem: Problem) -> int:
-    """How many functions such as activations an epilogue calls.
+    """The number of functions, such as activations, that an epilogue calls.
 
     Products, sums and conversions of type take no time worth counting.
     """
@@ -115,12 +118,12 @@ def calls_of(problem: Problem) -> float:
 
 
 def fitted(problem: Problem) -> bool:
-    """Whether corrections hold that were measured on dense 16-bit matrices alone."""
+    """Whether corrections apply that were measured only on dense 16-bit matrices."""
     return not (problem.a.kind or problem.b.kind) and problem.a.dtype.itemsize == 2
 
 
 def filled(problem: Problem, space: Space, given: Given) -> Floats:
-    """Seconds that TMA takes at most for what a step along K has outside the operands; see `FILL`.
+    """The most seconds that TMA takes for the rows of a step that lie outside the operands; see `FILL`.
 
     For problems that are not `fitted` it is 0.
     """
@@ -147,11 +150,11 @@ def filled(problem: Problem, space: Space, given: Given) -> Floats:
 class Stream(NamedTuple):
     """The time of a stream of blocks from memory, over that at `STREAM` of the bandwidth.
 
-    A short stream takes longer, since what other kernels have left in L2 is written back meanwhile.
+    A short stream takes longer, since data that other kernels have left in L2 is written back meanwhile.
 
     Attributes:
         long: in the limit of a long stream.
-        short: what a short one takes more.
+        short: the additional part for a short one.
         ramp: the time of a short one, in seconds.
     """
 
@@ -171,8 +174,8 @@ class Given(NamedTuple):
         rows: numbers of rows to predict for: a number, or a column of them.
         memory: seconds that the memory takes for each distinct byte once.
         rate: operations per second of one multiprocessor, in a long product.
-        ragged: what is in groups of uneven sizes, of which the figures are those of an average group: "rows", which
-            are in one matrix for all groups, or "k"; "" for nothing.
+        ragged: the kind of groups of uneven sizes, for which the figures are those of an average group: "rows", which
+            are in one matrix for all groups, or "k"; "" for none.
     """
 
     rows: Floats
@@ -186,7 +189,7 @@ class Given(NamedTuple):
         return self.ragged == "rows"
 
     def longest(self, matrices: int) -> float:
-        """The largest of uneven ranges of K beside the average one; about what the largest of normal numbers is."""
+        """The largest of uneven ranges of K, relative to the average; estimated as the largest of normal numbers."""
         if self.ragged != "k" or matrices < 2:
             return 1.0
         return 1 + IMBALANCE * LARGEST * math.sqrt(2 * math.log(matrices))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Persistent(Tile):
-    """Programs that take tiles in turn; what would not fill a last wave can be cut into small tiles."""
+    """Programs that take tiles in turn. Tiles that would not fill a last wave can be cut into small ones."""
 
     name = "persistent"
     about = "as many programs as run at once, which take tiles in turn"
@@ -42,7 +42,7 @@ class Persistent(Tile):
         return PersistentBinding(problem, config)
 
     def resident(self, problem: Problem, columns: Space | Config, stage: Any) -> Any:
-        """One, whatever it leaves room for: it loads its next tile while it stores this one."""
+        """One, even if there is room for more: it loads its next tile while it stores this one."""
         return 1
 
     def has_room(self, problem: Problem, space: Space) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""As many programs as run at once, each with its share of the tiles, which is settled before the launch.
+"""As many programs as run at once, each with a share of the tiles that is fixed before the launch.
 
 Tiles that would not fill a last wave may be cut along K, so that all programs end at about the same time. `Work.divide`
 divides the tiles of a launch, `Work.divide_many` those of many configs for the model of their time.
@@ -62,7 +62,7 @@ class Work:
     def divide_many(
         tiles: Any, steps: Any, most: Any, split: Any
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The same for arrays, of what decides the time.
+        """The same for arrays, with the numbers that decide the time.
 
         Returns:
             Whole tiles on the busiest program; the steps that it has of tiles that are cut along K, 0 where none is;

@@ -1,4 +1,4 @@
-"""Programs that have some strips of 16 rows of a packed weight, which their warps share out; see `kernels.sliced_k`."""
+"""Programs whose warps share some strips of 16 rows of a packed weight; see `kernels.sliced_k`."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ REDUCTION, REDUCTION_STRIP = 0.812e-6, 0.025e-6
 #: The stream of words from memory.
 MEMORY = Stream(long=0.665, short=1.383, ramp=4.36e-6)
 
-#: Registers of a thread: without a word of it, ptxas takes 64 and spills some, although there are more.
+#: Registers of a thread. Without this limit, ptxas takes 64 and spills some, although there are more.
 REGISTERS = 128
 
 
@@ -155,8 +155,8 @@ class SlicedK(Tile):
         """See `Schedule.costs`.
 
         A multiprocessor multiplies the units of its programs; it takes at least as long as a warp for its own. The
-        activations of a program's part of K come from L2 before. The words come from memory. Measured times say that
-        this adds to the rest and does not overlap with it. Fitted to times of int4 on an H200
+        activations of a program's part of K come from L2 before. The words come from memory. By measured times, this
+        adds to the rest and does not overlap with it. Fitted to times of int4 on an H200
         (`benchmarks/results/looks/sliced_k-bf16.json`, and seed 101 of `choices-bf16.json`).
         """
         p, s, sms = problem, space, problem.device.sms
@@ -206,7 +206,7 @@ def _resident(shape: Shape) -> int:
 
 
 def _bundle(block_n: Ints | int, num_warps: Ints | int, bits: int) -> Ints:
-    """Strips of a bundle: as many as divide those of a tile, and there is shared memory for. All are powers of two."""
+    """Strips of a bundle: as many as divide those of a tile and fit into shared memory. All are powers of two."""
     most = np.minimum(BUNDLE, WORDS // (bits * np.maximum(num_warps, 8)))
     found: Ints = np.gcd(block_n // STRIP, most)
     return found
@@ -251,7 +251,7 @@ class SlicedKBinding(Binding):
         }
 
     def check(self, compiled: Any) -> None:
-        """RuntimeError unless shared memory begins with what the kernel's assembly takes."""
+        """Raises RuntimeError unless shared memory begins with the part that the kernel's assembly uses."""
         check_memory(compiled.asm["llir"], self.constants["BYTES"], compiled.metadata.shared)
 
     def arguments(self, tensors: Sequence[Any], numbers: Sequence[float] = ()) -> list[Any]:
@@ -272,9 +272,9 @@ class SlicedKBinding(Binding):
 
     @functools.cached_property
     def chunks(self) -> tuple[int, int]:
-        """Units along K of a chunk of activations, and how many chunks there is room for.
+        """Units along K of a chunk of activations, and the number of chunks for which there is room.
 
-        All warps have equally many units of a chunk where its number of them allows. With fewer units warps wait for
+        All warps have the same number of units of a chunk, if that number allows it. With fewer units warps wait for
         each other more often; with more, they wait longer for the first chunk.
         """
         c, length = self.config, self.problem.K if self.split is None else self.split.length
@@ -294,7 +294,7 @@ class SlicedKBinding(Binding):
 
     @property
     def workspace_size(self) -> tuple[int, int]:
-        """Bytes in which parts of tiles meet, and counters of their arrivals; none where no tile is cut."""
+        """Bytes of memory for the parts of tiles, and counters of their arrivals; none if no tile is cut."""
         if self.split is None:
             return 0, 0
         each = self.config.block_m * -(-self.config.block_n // 64) * 64
@@ -310,7 +310,7 @@ def source() -> str:
 
 
 def check_memory(llir: str, size: int, shared: int) -> None:
-    """RuntimeError unless the first `size` bytes of shared memory are the assembly's alone.
+    """Raises RuntimeError unless only assembly uses the first `size` bytes of shared memory.
 
     The kernel writes to the last KiB of them by itself, and to nothing before.
 

@@ -1,4 +1,4 @@
-"""Programs whose warps share out N and K of a 2:4 sparse weight, by `mma.sp`; see `kernels.sliced_sparse`."""
+"""Programs whose warps share N and K of a 2:4 sparse weight, by `mma.sp`; see `kernels.sliced_sparse`."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 BLOCK, DEPTH = 32, 128
 #: Rows of activations of a tile, and warps of a program.
 ROWS, WARPS = (8, 16, 32, 64), (1, 2, 4, 8, 16)
-#: Numbers of a weight as it is stored, of which there are fewer: places in it are counted in 32 bits. The same of rows
-#: and columns.
+#: An upper limit of the stored numbers of a weight, since places in it are counted in 32 bits; and of rows and
+#: columns.
 MOST, MOST_SIZE = 1 << 33, 1 << 30
 #: Registers of a thread besides its accumulators; of a multiprocessor.
 OTHER_REGISTERS, REGISTERS = 136, 65536
@@ -137,7 +137,7 @@ class SlicedSparse(Tile):
 class SlicedSparseBinding(Binding):
     """A `Binding` of the kernel for `mma.sp`."""
 
-    # Two numbers that are needed behind the loop, of some kernels that cut K.
+    # Some kernels that cut K spill two numbers that are needed behind the loop.
     harmless_spills = 2
 
     def __init__(self, problem: Problem, config: Config) -> None:
@@ -177,7 +177,7 @@ class SlicedSparseBinding(Binding):
 
     @property
     def workspace_size(self) -> tuple[int, int]:
-        """Bytes in which parts of tiles meet, and counters of their arrivals; none where no tile is cut."""
+        """Bytes of memory for the parts of tiles, and counters of their arrivals; none if no tile is cut."""
         if self.split is None:
             return 0, 0
         c = self.config

@@ -1,7 +1,7 @@
 """Programs in which one warp loads and two groups of four multiply; see `kernels.specialized`.
 
-For work between two products: unpacking a weight, or scaling each step's product. The kernel is imported where it can
-run alone.
+For work between two products: unpacking a weight, or scaling each step's product. The kernel is imported only where it
+can run.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def streams() -> bool:
 
 
 class Specialized(PersistentStatic):
-    """Programs that take tiles in turn; what would not fill a last wave is cut along K."""
+    """Programs that take tiles in turn. Tiles that would not fill a last wave are cut along K."""
 
     name = "specialized"
     about = "as many programs as run at once; one warp loads, two groups of four multiply"
@@ -117,7 +117,7 @@ class Specialized(PersistentStatic):
 
 
 def _packed(problem: Problem) -> bool:
-    # Of what groups share, offsets are counted in 32 bits; `suits_tma` sees to it that units of 16 bytes can be copied.
+    # Offsets in group parameters are counted in 32 bits; `suits_tma` ensures that units of 16 bytes can be copied.
     p = problem
     if not isinstance(p.b, Packed):
         return False
@@ -179,7 +179,7 @@ class SpecializedBinding(Binding):
             "PAIRED": p.paired,
             # Each block of B is read once by a row of tiles.
             "STREAM": c.stream and streams() and c.block_m >= p.M,
-            # Whatever M is, as the order of a sum depends on it.
+            # Does not depend on M, as the order of a sum depends on it.
             "ROTATE": c.block_m <= FEW,
             "TURNS": _turns(p, c),
             # Those of the first warpgroup; the compiler adds those of the others.
@@ -240,7 +240,7 @@ class SpecializedBinding(Binding):
 
     @property
     def workspace_size(self) -> tuple[int, int]:
-        """Bytes in which parts of tiles meet, and counters of their arrivals; none where no tile is cut."""
+        """Bytes of memory for the parts of tiles, and counters of their arrivals; none if no tile is cut."""
         c = self.config
         floats = self.work.partials(c.block_m, c.block_n)
         pieces = 1 if _turns(self.problem, c) else WARPS // 4

@@ -59,9 +59,8 @@ class Tile(Schedule):
     def costs(self, problem: Problem, space: Space, given: Given) -> Costs:
         """See `Schedule.costs`.
 
-        A multiprocessor works through its share of the tiles, as many at a time as it has room for; a step along K
-        takes as long as the slower of the tensor cores and the way from L2, which is narrower where few bytes are in
-        flight.
+        A multiprocessor computes its share of the tiles, as many at a time as it has room for. A step along K takes as
+        long as the slower of the tensor cores and the loads from L2, which are slower if few bytes are in flight.
         """
         p, s, device = problem, space, problem.device
         memory, rate = given.memory, given.rate
@@ -73,7 +72,7 @@ class Tile(Schedule):
         steps = -(-max(p.K, 1) // s.block_k)
         each = -(-steps // s.split_k)
         parts = -(-steps // each)
-        # Of uneven ranges, one part in two on average is what is left.
+        # In uneven ranges, the last part is half as long on average.
         units = tiles * (parts + 0.5 * (given.ragged == "k") * (parts > 1))
         work = np.ceil(units / device.sms)
         # No multiprocessor ends before its longest tile does.

@@ -1,4 +1,4 @@
-"""Which tile is computed when, and by which program: a launch's work as arrays, in numpy."""
+"""The work of a launch as numpy arrays: which program computes each tile, and when."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Walk:
     Attributes:
         programs: how many are started.
         at_once: how many run at the same time, see `Schedule.at_once`.
-        program, turn: which program computes a unit, and as the how-manieth of its own, from 0.
-        batch, row, col: where it lies: its matrix and its corner, in elements.
+        program, turn: the program that computes a unit, and the unit's number among those of the program, from 0.
+        batch, row, col: its matrix and its corner, in elements.
         rows, cols: its extent, part of which may lie outside of the matrix.
-        first_k, last_k, step: which part of K it sums up, and the step of its K loop.
+        first_k, last_k, step: its range of K, and the step of its K loop.
     """
 
     programs: int

@@ -13,8 +13,8 @@ import numpy as np
 if TYPE_CHECKING:
     from ..problem import Config, Problem
 
-#: Time of a part of a tile that is cut into so many (the index), as part of the whole one's. Small tiles read more from
-#: L2 for what they compute; measured on an H200.
+#: The time of a part of a tile that is cut into so many parts (the index), relative to that of the whole tile. Small
+#: tiles read more from L2 for what they compute; measured on an H200.
 PART_TIME = np.array([0, 1, 0.62, 0, 0.43, 0, 0, 0, 0.29])
 
 
@@ -23,7 +23,7 @@ def cut_last_wave(
 ) -> tuple[Any, Any, Any, Any]:
     """Whole tiles, whole tiles beyond those that are cut, strips in the ragged columns of a row of parts, small tiles.
 
-    The last wave is cut where that ends sooner; a launch of less than one wave is left to smaller tiles.
+    The last wave is cut if the launch then ends sooner. For less than one wave, smaller tiles are used instead.
 
     Args:
         rows: of tiles, in all matrices.
@@ -93,9 +93,9 @@ class Split:
 
     @classmethod
     def of(cls, problem: Problem, config: Config) -> Split | None:
-        """The split that comes nearest to `config.split_k` parts of whole steps; None if tiles stay whole.
+        """The split that is nearest to `config.split_k` parts of whole steps; None if tiles stay whole.
 
-        They also do where the kernel, which counts along K in 32 bits, could not say where the last part ends.
+        They also stay whole if the end of the last part would not fit into the 32 bits in which the kernel counts K.
         """
         is_ranges = problem.ragged == "k"
         K = -(-problem.K // max(problem.matrices, 1)) if is_ranges else problem.K

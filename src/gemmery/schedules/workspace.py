@@ -1,4 +1,4 @@
-"""Memory in which the parts of tiles that are cut along K meet; see `kernels.parts`."""
+"""Memory for the parts of tiles that are cut along K; see `kernels.parts`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Workspace = tuple[Tensor, Tensor]
 class Workspaces:
     """One workspace per device and stream, where launches follow one another.
 
-    A launch that is captured into a graph may be replayed on any stream, beside anything. It gets memory from the
-    graph's own pool, and counters that nothing else will ever use.
+    A captured launch may be replayed on any stream, beside any other work. It gets memory from the graph's own pool,
+    and counters that nothing else ever uses.
     """
 
     def __init__(self) -> None:
