@@ -284,6 +284,7 @@ def large():
 
 def styles():
     """A block whose layers exchange their rows, against the same block on one rank: results and gradients."""
+    from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Partial, Replicate, Shard
     from torch.distributed.tensor.parallel import parallelize_module

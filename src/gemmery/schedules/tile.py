@@ -137,7 +137,9 @@ class Tile(Schedule):
         """
         p, s = problem, space
         stages = (s.block_m * p.a.dtype.itemsize + s.block_n * p.b.bits / 8) * s.block_k * s.num_stages
-        is_beside = p.out.dtype.itemsize > 2 and p.a.dtype.itemsize <= 2 and p.fusion is None and p.addend is None
+        is_beside = (
+            p.out.dtype.itemsize > 2 and p.a.dtype.itemsize <= 2 and p.fusion is None and p.addend is None
+        )
         stored = s.block_m * s.block_n * p.out.dtype.itemsize * ~s.split_store * is_beside
         return np.asarray((stages + stored < p.device.target.shared) | (s.loader != "descriptor"))
 
