@@ -19,9 +19,9 @@ class Overlap(NamedTuple):
 
     Attributes:
         mesh, group: the ranks.
-        rows: how its input comes, or its output goes, along the sequence.
+        rows: how its input, or its output, is sharded along the sequence.
         is_local: whether the output is a plain tensor.
-        how: of gemmery's layers, `precision` and `batch_invariant`.
+        how: `precision` and `batch_invariant` of gemmery's layers.
     """
 
     mesh: DeviceMesh
@@ -32,7 +32,7 @@ class Overlap(NamedTuple):
 
 
 class _Overlapping(nn.Module):
-    """Comes before a layer's own class."""
+    """A base that precedes a layer's own class."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -80,14 +80,14 @@ class ScattersOutput(_Overlapping):
 def overlapping(
     style: str, module: nn.Module, mesh: DeviceMesh, kind: type[_Overlapping], rows: Placement, is_local: bool
 ) -> nn.Module:
-    """A layer of which `forward` becomes that of a kind, as `fully_shard` of torch changes modules.
+    """Changes a layer's class so that `forward` overlaps, as torch's `fully_shard` changes modules.
 
     Args:
-        style: what its user calls it.
+        style: the user's name for it.
         rows: how its input is placed, or its output.
 
     Raises:
-        TypeError: it is no dense linear layer.
+        TypeError: the layer is not a dense linear layer.
         ValueError: its rows are not sharded, or the mesh has more than one dimension.
     """
     if not isinstance(module, nn.Linear) or type(module).forward not in (nn.Linear.forward, Linear.forward):
@@ -118,6 +118,6 @@ def _local(parameter: nn.Parameter) -> Tensor:
     """This rank's part of a parameter."""
     if not isinstance(parameter, DTensor):
         return parameter
-    # Of a replicated bias each rank has the gradient of its rows.
+    # For a replicated bias, each rank has the gradient of its rows.
     placements = [Partial() if isinstance(x, Replicate) else x for x in parameter.placements]
     return parameter.to_local(grad_placements=placements)
