@@ -392,16 +392,16 @@ def page(rung: Rung, run: Recorded) -> str:
             "## What it gained",
             *gained(rung, run),
             *looks(rung.number),
-            *output(rung),
             rung.lesson,
+            *output(rung),
             "## What the compiler made of it" if table else "",
             table,
             "## The kernel",
-            f"```python\n{rung.code('kernel')}\n```",
+            _code(rung.code("kernel")),
             "## Exercises" if rung.exercises else "",
             *(exercises(rung) if rung.exercises else ()),
             "## Its check and its measurement",
-            f"```python\n{rung.code('check')}\n```",
+            _code(rung.code("check")),
         )
         if part
     )
@@ -416,6 +416,11 @@ def output(rung: Rung) -> Iterator[str]:
         yield f'<a href="../notebooks/{name}" download>{name}</a> is this rung as a notebook, with that output.'
     else:
         yield f'<a href="../notebooks/{name}" download>{name}</a> is this rung as a notebook, not run yet.'
+
+
+def _code(text: str) -> str:
+    """A block of code, with rules that fit on a phone."""
+    return f"```python\n{re.sub(r'^# -+$', '# ' + 40 * '-', text, flags=re.MULTILINE)}\n```"
 
 
 def gained(rung: Rung, run: Recorded) -> tuple[str, ...]:

@@ -28,6 +28,8 @@ from docs.hooks import chart, drawings, notebooks, repository, rungs  # noqa: E4
 _MADE = re.compile(r"^<!-- (picture|page): (.+) -->$", re.MULTILINE)
 #: By which option of a command each is made, and the ending of its name.
 OPTIONS = {"picture": ("--out", ".svg"), "page": ("--export", ".html")}
+#: A block with output of a command, or with a drawing in characters, whose lines should not be broken.
+_OUTPUT = re.compile(r'<div class="language-(?:console|text) highlight">(?=<pre>(.*?)</pre>)', re.DOTALL)
 #: Where the picture of the results is.
 _CHART = "<!-- chart: results -->"
 #: How much a page counts in a search, by how its name begins. Otherwise figures, and lists of all names, would come
@@ -104,6 +106,16 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
         return repository.moved(markdown, posixpath.join("docs", name), name)
     except ValueError as error:
         raise PluginError(str(error)) from error
+
+
+def on_page_content(content: str, **_: Any) -> str:
+    """Tell the style sheet the length of the longest line of each block of output, which it makes fit."""
+    return _OUTPUT.sub(_with_columns, content)
+
+
+def _with_columns(block: re.Match[str]) -> str:
+    lines = html.unescape(re.sub("<[^>]+>", "", block[1])).splitlines()
+    return f'{block[0][:-1]} style="--columns: {max(map(len, lines), default=0)}">'
 
 
 def on_page_context(context: Any, page: Page, config: MkDocsConfig, nav: Navigation) -> Any:

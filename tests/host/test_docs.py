@@ -14,7 +14,7 @@ import gemmery
 import gemmery.nn
 from benchmarks import quantization_error
 from benchmarks.ladder_results import code_digest
-from docs.hooks import chart, drawings, notebooks, repository, rungs
+from docs.hooks import chart, drawings, notebooks, repository, rungs, site
 from gemmery import distributed, epilogues, formats
 from gemmery.epilogues import Untraceable, table
 from gemmery.formats import FORMATS, from_codes
@@ -384,6 +384,19 @@ def test_messages_of_packed_weights_are_quoted(call):
         call()
     kind = " (TypeError)" if isinstance(raised.value, TypeError) else " -"
     assert words(f"`{raised.value}`{kind}") in words(section(LOW_BIT, "Errors").replace("\n\n", " - "))
+
+
+# --- output of commands
+
+
+def test_the_style_sheet_is_told_how_long_the_lines_of_output_are():
+    page = '<div class="language-console highlight"><pre><span></span><code>$ <b>a</b>\n&lt;12345&gt;\n</code></pre></div>'
+    assert site.on_page_content(page).startswith(
+        '<div class="language-console highlight" style="--columns: 7">'
+    )
+    code = page.replace("console", "python")
+    assert site.on_page_content(code) == code
+    assert "var(--columns" in (site.ROOT / "docs" / "assets" / "extra.css").read_text(encoding="utf-8")
 
 
 # --- the ladder

@@ -1,4 +1,4 @@
-"""Products of rows that are sharded over ranks, of which all have the product of the whole."""
+"""Products of rows that are sharded over ranks: every rank gets the product of all rows."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def all_gather_matmul(
     batch_invariant: bool = False,
     config: Config | dict[str, Any] | str | None = None,
 ) -> Any:
-    """`gemmery.matmul` of the rows of all ranks: each has a shard of `a`, and all have the product of the whole.
+    """`gemmery.matmul` of the rows of all ranks: each has a shard of `a`, and every rank gets the whole product.
 
     The product begins with the rank's own rows, while the copy engines of the GPUs send the other shards. A tile of
     another shard waits until that shard has arrived. This requires 2 to 8 GPUs of one host that can access each other's
@@ -68,7 +68,7 @@ def all_gather_matmul(
         bias, epilogue, args, out_dtype, precision, batch_invariant, config: as for `gemmery.matmul` of the whole.
 
     Returns:
-        What `gemmery.matmul` returns for the shards of all ranks, one behind the other along `gather_dim`.
+        The results of `gemmery.matmul` for the shards of all ranks, one behind the other along `gather_dim`.
 
     Raises:
         ValueError, TypeError: as for `gemmery.matmul`. The other ranks then wait in vain.
@@ -124,7 +124,7 @@ def _gather(
     op: str, a: Any, b: Any, bias: Any, functions: Functions, options: Options, group: dist.ProcessGroup | None,
     dim: int,
 ) -> Any:  # fmt: skip
-    """A call outside the compiler."""
+    """A call in eager mode."""
     name = f"all_gather_{op}"
     group = checked_group(name, op, a, b, group)
     dim = dimension(name, op, "gather_dim", a, b, dim)

@@ -1,4 +1,4 @@
-"""Products whose K is spread over ranks: each has some columns of the operands, and all have the whole sum."""
+"""Products whose K is spread over ranks: each has some columns of the operands, and every rank gets the whole sum."""
 
 from __future__ import annotations
 
@@ -37,9 +37,10 @@ from .exchange import PARTIALS, SUMS, Shared
 from .reduce_scatter import scattered_product
 from .rows import collected
 
-#: From so many rows on, the sum is scattered over the ranks and its results gathered; measured on two H200.
+#: The number of rows from which on the sum is scattered over the ranks and its results are gathered; measured on two
+#: H200.
 BY_ROWS = 1024
-#: Where an Epilogue has what `_draws` says of it.
+#: The attribute of an Epilogue that keeps the answer of `_draws`.
 _DRAWS = "__gemmery_draws__"
 
 
@@ -72,7 +73,7 @@ def matmul_all_reduce(
     a larger product than before, allocate memory and wait for all ranks: make such a call before a CUDA graph is
     captured. Products of one group must not run in two streams at the same time.
 
-    The gradient of `a` and of `b` is that of the rank's own columns, as all ranks go on with the same result.
+    The gradients of `a` and `b` are those of the rank's own columns, since all ranks continue with the same result.
 
     Args:
         a: (..., M, K), of the rank.
@@ -81,7 +82,7 @@ def matmul_all_reduce(
         bias, epilogue, args, out_dtype, precision, batch_invariant, config: as for `gemmery.matmul`.
 
     Returns:
-        What `gemmery.matmul` returns of the operands of all ranks, side by side along K.
+        The results of `gemmery.matmul` for the operands of all ranks, side by side along K.
 
     Raises:
         ValueError, TypeError: as for `gemmery.matmul`. The other ranks then wait in vain.
@@ -136,7 +137,7 @@ def linear_all_reduce(
 def _all_reduced(
     op: str, a: Any, b: Any, bias: Any, functions: Functions, options: Options, group: dist.ProcessGroup | None
 ) -> Any:  # fmt: skip
-    """A call outside the compiler."""
+    """A call in eager mode."""
     group = checked_group(f"{op}_all_reduce", op, a, b, group)
     if dist.get_world_size(group) == 1:
         return product(op, a, b, bias, functions, None, options)
@@ -159,7 +160,7 @@ def _in_memory(
     if rows is None:
         return None
     places, x, made = _places(op, a, b), moved(as_autocast(a), 0), None
-    # The rows of one rank are rounded otherwise than those of another.
+    # The rows of different ranks are rounded differently.
     if BY_ROWS <= x.shape[0] and places <= PARTIALS.most and not options.batch_invariant:
         made = _by_rows(op, x, b, *rows, options, shared, group)
     if made is None and places <= SUMS.most:
@@ -171,10 +172,10 @@ def _by_rows(
     op: str, x: Tensor, b: Any, bias: Any, functions: Functions, options: Options, shared: Shared,
     group: dist.ProcessGroup,
 ) -> Any:  # fmt: skip
-    """The product with its sum scattered over the ranks, whose results are then gathered.
+    """The product whose sum is scattered over the ranks; the results are then gathered.
 
-    Of many rows, that sends half as much as when each rank adds up all. None where ranks do not divide the rows, where
-    the epilogue holds a matrix, of which they would need some rows, or where it draws random numbers.
+    With many rows, this sends half as much as if each rank adds up all rows. None if the ranks do not divide the rows,
+    if the epilogue holds a matrix, of which each rank would need its rows, or if it draws random numbers.
     """
     rows = x.shape[0]
     if rows % shared.ranks or any(t.dim() > 1 for t in captured(functions)):
@@ -196,9 +197,9 @@ def _by_rows(
 
 
 def _draws(op: str, x: Tensor, b: Any, bias: Any, functions: Functions, options: Options) -> bool:
-    """Whether an epilogue draws random numbers, which differ with the place in the whole product."""
+    """Whether an epilogue draws random numbers, which depend on the place in the whole product."""
     function = memoised(functions.epilogue)
-    # An Epilogue always does the same.
+    # The answer is the same for each call of an Epilogue.
     own = function.__dict__ if isinstance(function, Epilogue) else {}
     if _DRAWS not in own:
         own[_DRAWS] = "uniform(" in program(checked(op, x, b, bias, functions, None, options)).source
@@ -230,7 +231,7 @@ def _in_steps(
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over ranks. Each rank's gradient is that of the result, with which all ranks go on."""
+    """The sum over ranks. Each rank's gradient is that of the result, since all ranks continue with it."""
 
     @staticmethod
     def forward(ctx: Any, partial: Tensor, group: dist.ProcessGroup) -> Tensor:

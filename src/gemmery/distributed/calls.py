@@ -1,4 +1,4 @@
-"""What the products of several ranks have in common: their arguments, and when a kernel can have the ranks' memory."""
+"""Common parts of the products of several ranks: their arguments, and whether kernels can use the ranks' memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.int8)
 
 
 def outside_compiler(function: Callable[..., Any], *args: Any) -> Any:
-    """A call, for which compiled code is interrupted."""
+    """A call at which torch.compile breaks its graph."""
     if is_dynamo_compiling() or is_followed():
         from ..product.compiled import uncompiled
 
@@ -43,11 +43,11 @@ def checked_group(name: str, op: str, a: Any, b: Any, group: dist.ProcessGroup |
     """The process group of a call.
 
     Args:
-        name: what its user calls the function.
+        name: the user's name for the function.
         op: the product that is part of it.
 
     Raises:
-        TypeError: an operand is of no kind that it takes.
+        TypeError: an operand is of a kind that it does not accept.
         RuntimeError: there is no process group.
     """
     first, second, _ = operand_names(op)
@@ -77,7 +77,7 @@ def tensors_of(a: Tensor, b: Any, bias: Any, functions: Functions) -> list[Tenso
 
 
 def shared_memory(a: Tensor, tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Shared | None:
-    """The memory that the ranks share, where a kernel can use it; the same answer on all ranks."""
+    """The memory that the ranks share, if a kernel can use it; the same answer on all ranks."""
     if a.dtype not in TYPES or devices.current(a.device) is None or needs_dispatcher(tensors):
         return None
     shared = shared_by(group, a.device)
@@ -85,7 +85,7 @@ def shared_memory(a: Tensor, tensors: Sequence[Tensor], group: dist.ProcessGroup
 
 
 def moved(x: Any, dim: int) -> Any:
-    """A value whose rows along a dimension come first, as rows of one matrix, if it has rows."""
+    """A value with a dimension moved to the front, and its rows as those of one matrix, if it has rows."""
     if not isinstance(x, Tensor) or x.dim() < 2 or (x.dim() == 2 and dim == 0):
         return x
     return x.movedim(dim, 0).reshape(-1, x.shape[-1])
@@ -94,7 +94,7 @@ def moved(x: Any, dim: int) -> Any:
 def as_matrices(dim: int, lead: torch.Size, bias: Any, functions: Functions) -> tuple[Any, Functions] | None:
     """Bias and functions of a product whose rows become those of one matrix; None where it takes a batch.
 
-    Left to strides, it might become that on some ranks alone.
+    If this depended on strides, ranks could differ.
 
     Args:
         dim: the dimension that comes first.
@@ -114,7 +114,7 @@ def as_batch(made: Any, lead: Sequence[int], dim: int) -> Any:
 
     Args:
         lead: those before its columns, the one that came first at the beginning.
-        dim: where that belongs.
+        dim: its place in the result.
     """
     if len(lead) == 1:
         return made
@@ -127,7 +127,7 @@ def as_batch(made: Any, lead: Sequence[int], dim: int) -> Any:
 def finished(
     op: str, a: Tensor, b: Any, bias: Any, functions: Functions, options: Options, total: Tensor
 ) -> Any:
-    """What comes behind a sum, in torch.
+    """The epilogue of a sum, in torch.
 
     Args:
         a: a first operand of as many rows as the sum has.
@@ -145,7 +145,7 @@ def columns_of(op: str, b: Any) -> int:
 
 
 def unpermuted(a: Tensor, b: Any) -> tuple[Tensor, Any]:
-    """Operands of the same product, of which a packed one has its columns in order."""
+    """Operands of the same product; a packed one has its columns in order."""
     if isinstance(b, PackedWeight) and b.permutation is not None:
         return a.index_select(-1, b.permutation), b.unpermuted()
     return a, b
@@ -159,7 +159,7 @@ def given_up(shared: Shared, function: Callable[[], Any]) -> Any:
         with torch.cuda.device(place) if place.type == "cuda" else contextlib.nullcontext():
             return function()
     except (TypeError, ValueError):
-        # Of arguments, before anything was launched; all ranks have the same.
+        # An error of the arguments, before any launch; it is the same on all ranks.
         raise
     except BaseException:
         shared.give_up()
@@ -192,7 +192,7 @@ def as_autocast(a: Tensor) -> Tensor:
 
 
 def is_differentiated(x: Tensor, b: Any, bias: Any, functions: Functions, options: Options) -> bool:
-    """Whether a product has gradients, and is one of those for whose gradients kernels gather and scatter rows, too."""
+    """Whether a product has gradients for which kernels also gather and scatter rows."""
     bare = bias is None and functions.epilogue is None and options.out_dtype in (None, x.dtype)
     plain = type(x) in PLAIN and type(b) in PLAIN and x.dtype == b.dtype and x.dtype in AUTOCAST
     return bare and plain and options.config is None and wants_gradient((x, b))

@@ -1,7 +1,7 @@
 """The memory through which the ranks of a process group exchange rows and partial sums.
 
-GPUs of one host with access to each other's memory have it through torch's symmetric memory, and processes that run
-Triton's interpreter through files that they share. See `kernels.ranks` and `kernels.shards`.
+GPUs of one host with access to each other's memory get it from torch's symmetric memory. Processes that run Triton's
+interpreter share files. See `kernels.ranks` and `kernels.shards`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .. import __version__, devices
 from ..kernels.ranks import EMPTY
 from ..operands import Exchange
 
-#: Ranks that exchange at most: the GPUs of one host.
+#: The most ranks of an exchange: the GPUs of one host.
 MOST_RANKS = 8
 #: Microseconds that a kernel counts in a second, in the interpreter.
 KERNEL_MICROSECONDS = 2000
@@ -37,10 +37,10 @@ class Kind(NamedTuple):
     """A kind of memory. Sizes are powers of two.
 
     Attributes:
-        least, most: the size that there is at first, and the largest.
+        least, most: the initial size, and the largest one.
         words: 32-bit words of a rank's buffer, given how many ranks there are and the size.
         counters: of a rank, given the size.
-        content: of all words at first.
+        content: the initial value of all words.
     """
 
     name: str
@@ -78,7 +78,7 @@ def set_timeout(seconds: float) -> None:
         seconds: above 0, and finite.
 
     Raises:
-        ValueError: it is not.
+        ValueError: `seconds` is not.
     """
     if not 0 < seconds < math.inf:
         raise ValueError(f"set_timeout: seconds is {seconds}; it must be above 0 and finite")
@@ -87,14 +87,14 @@ def set_timeout(seconds: float) -> None:
 
 @dataclass
 class Memory:
-    """A group's buffers, of one kind and size, and what keeps them.
+    """A group's buffers, of one kind and size, and their owner.
 
     Attributes:
         buffers: one of each rank, of `Kind.words` int32, each of which all ranks can write.
         counters: of `Kind.counters` int32, of this rank.
         failures: of one element, which the GPU can write and the host can read.
-        owner: what keeps the buffers of other ranks mapped.
-        views: what is made of the buffers, and kept with them.
+        owner: an object that keeps the buffers of other ranks mapped.
+        views: objects made from the buffers, and kept with them.
     """
 
     buffers: tuple[Tensor, ...]
@@ -110,7 +110,7 @@ class Memory:
 
 
 class Shared:
-    """What a process group has for exchanges on one device.
+    """The memory of a process group for exchanges on one device.
 
     Attributes:
         rank, ranks: this rank, and how many there are.
@@ -118,27 +118,27 @@ class Shared:
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        # What is kept for a group must not keep it.
+        # This must not keep the group alive.
         self._group, self.device = weakref.ref(group), device
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.works = self.ranks <= MOST_RANKS and self._reachable()
         #: By the kind's name. Memory of earlier sizes is kept, too: a captured graph may use it.
         self._memories: dict[str, list[Memory]] = {}
         if self.device.type == "cuda":
-            #: A stream for what runs beside kernels; when what it is to send is there, and when it is sent.
+            #: A stream for work beside kernels, and events: data to send is ready, and data has been sent.
             self.side = torch.cuda.Stream(device)
             self.placed, self.sent = torch.cuda.Event(), torch.cuda.Event()
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The process group, which is there as long as somebody uses it."""
+        """The process group, which exists as long as it is in use."""
         group = self._group()
         assert group is not None
         return group
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """What is queued inside runs beside what comes behind, until `join`; on a CPU, before it."""
+        """Work that is queued inside runs beside later work, until `join`; on a CPU, it runs at once."""
         if self.device.type != "cuda":
             yield
             return
@@ -153,7 +153,7 @@ class Shared:
             torch.cuda.set_stream(main)
 
     def join(self) -> None:
-        """Have what comes behind wait for what runs beside it."""
+        """Makes later work wait for the work beside it."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).wait_event(self.sent)
 
@@ -164,7 +164,7 @@ class Shared:
         return min(max(round(Seconds.timeout * each), 2), (1 << 31) - 1)
 
     def _reachable(self) -> bool:
-        """Whether all ranks are alike, of one host, and can write each other's memory; the same answer on all."""
+        """Whether all ranks have the same GPU and host, and can write each other's memory; the same answer on all."""
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
         # Ranks must choose the same kernels.
         alike = (name, triton.__version__, torch.__version__, __version__)
@@ -187,14 +187,14 @@ class Shared:
         return all(answers)
 
     def exchange(self, op: str, places: int) -> Exchange:
-        """Memory with so many places for a product; see `memory`."""
+        """Memory with this many places for a product; see `memory`."""
         memory = self.memory(op, SUMS, places)
         return Exchange(
             memory.buffers, memory.counters, self.rank, memory.size, memory.failures.data_ptr(), self.patience
         )
 
     def memory(self, op: str, kind: Kind, size: int) -> Memory:
-        """Memory of a kind and at least a size; all ranks call this together where it has to grow.
+        """Memory of a kind and at least a size. If it has to grow, all ranks call this together.
 
         Raises:
             RuntimeError: an exchange failed, or memory has to be allocated while a graph is captured.
@@ -206,13 +206,13 @@ class Shared:
         return self._grow(op, kind, size)
 
     def give_up(self) -> None:
-        """Have later calls raise an error, since this rank did not send what the others wait for."""
+        """Makes later calls raise an error, since this rank did not send data for which the others wait."""
         for memories in self._memories.values():
             for memory in memories:
                 memory.failed[0] = 1 + self.rank
 
     def check(self, op: str) -> None:
-        """RuntimeError if a rank did not arrive at an exchange."""
+        """Raises RuntimeError if a rank did not arrive at an exchange."""
         for memories in self._memories.values():
             for memory in memories:
                 if memory.failed[0]:
@@ -259,7 +259,7 @@ def _symmetric(shared: Shared, kind: Kind, size: int) -> Memory:
             warnings.simplefilter("ignore", FutureWarning)
             handle = symmetric.rendezvous(own, shared.group.group_name)
         torch.cuda.synchronize(shared.device)
-        # Nobody stores before all memory has its first content.
+        # No rank stores before all memory has its initial content.
         dist.barrier(shared.group)
         buffers = tuple([handle.get_buffer(rank, (count,), torch.int32) for rank in range(shared.ranks)])
     return Memory(buffers, counters, failures, (own, handle), size)
@@ -291,7 +291,7 @@ _shared: weakref.WeakKeyDictionary[dist.ProcessGroup, _Devices] = weakref.WeakKe
 
 
 def shared_by(group: dist.ProcessGroup, device: torch.device) -> Shared:
-    """What a group has on a device; all ranks call this together the first time."""
+    """The memory of a group on a device; all ranks make the first call together."""
     of_group = _shared.get(group)
     if of_group is None:
         of_group = _shared[group] = {}
@@ -310,7 +310,7 @@ def check() -> None:
     """Wait for the GPU, and raise an error if a rank did not arrive at a product of this module.
 
     Raises:
-        RuntimeError: it says which rank, of which the kernels had nothing within the time of `set_timeout`.
+        RuntimeError: a rank sent nothing within the time of `set_timeout`; the message names the rank.
     """
     for of_group in list(_shared.values()):
         for device, found in of_group.items():

@@ -25,7 +25,7 @@ class Overlap(NamedTuple):
         mesh, group: the ranks.
         placement: of its input, if rows are gathered; otherwise of its output.
         is_local: whether the output is a plain tensor.
-        how: of gemmery's layers, `precision` and `batch_invariant`.
+        how: `precision` and `batch_invariant` of gemmery's layers.
     """
 
     mesh: DeviceMesh
@@ -121,7 +121,7 @@ def overlapping(
     placement: Placement,
     is_local: bool,
 ) -> nn.Linear | PackedLinear:
-    """A layer of which `forward` becomes that of a kind, as `fully_shard` of torch changes modules.
+    """Changes a layer's class so that `forward` overlaps, as torch's `fully_shard` changes modules.
 
     Args:
         style: what its user calls it.
@@ -157,6 +157,6 @@ def _local(parameter: Tensor) -> Tensor:
     """This rank's part of a parameter."""
     if not isinstance(parameter, DTensor):
         return parameter
-    # Of a replicated bias each rank has the gradient of its rows.
+    # For a replicated bias, each rank has the gradient of its rows.
     placements = [Partial() if isinstance(x, Replicate) else x for x in parameter.placements]
     return parameter.to_local(grad_placements=placements)

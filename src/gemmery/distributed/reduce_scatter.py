@@ -1,4 +1,4 @@
-"""Products that are summed over ranks, of whose rows each rank has some."""
+"""Products that are summed over ranks: each rank gets some rows of the sum."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from .rows import PartialSums, arrived, arriving, for_rows, words_of
 #: Elements of the least product that fills a GPU: twice as many tiles of 128 by 256 as an H200 has multiprocessors,
 #: about. Rows of pieces are multiples of `ROW_GRAIN`, as large tiles have.
 LEAST_PIECE, ROW_GRAIN = 240 * 128 * 256, 256
-#: Where an epilogue keeps what `with_received` makes of it, so that nothing else holds the tensors that it holds.
+#: The attribute of an epilogue that keeps the result of `with_received`, so that nothing else holds its tensors.
 _OWN = "__gemmery_with_received__"
 
 
@@ -82,7 +82,7 @@ def matmul_reduce_scatter(
             has it.
 
     Returns:
-        This rank's rows of what `gemmery.matmul` returns for the operands of all ranks, side by side along K.
+        This rank's rows of the results of `gemmery.matmul` for the operands of all ranks, side by side along K.
 
     Raises:
         ValueError, TypeError: as for `gemmery.matmul`; or the ranks do not divide the rows.
@@ -138,7 +138,7 @@ def _scatter(
     op: str, a: Any, b: Any, bias: Any, functions: Functions, options: Options, group: dist.ProcessGroup | None,
     dim: int,
 ) -> Any:  # fmt: skip
-    """A call outside the compiler."""
+    """A call in eager mode."""
     name = f"{op}_reduce_scatter"
     group = checked_group(name, op, a, b, group)
     dim = dimension(name, op, "scatter_dim", a, b, dim)
@@ -203,10 +203,10 @@ def scattered_product(
 
 
 def pieces(rows: int, columns: int) -> list[tuple[int, int]]:
-    """The first and the number of rows of the products that a rank's rows are sent after, one behind the other.
+    """The first row and the number of rows of each product of a rank's rows; each is sent when it is computed.
 
-    Each has half of what is left, so that it has been sent when the next ones are computed. That goes on as long as
-    both halves fill a GPU.
+    Each has half of the remaining rows, so that it has been sent when the next ones are computed, as long as both
+    halves fill a GPU.
     """
     found, first = [], 0
     while (half := (rows - first) // 2 // ROW_GRAIN * ROW_GRAIN) * columns >= LEAST_PIECE:
@@ -244,7 +244,7 @@ def _with_received(function: Any, count: int) -> Epilogue[..., Any]:
 
 
 class _ScatteredProduct(torch.autograd.Function):
-    """A bare product whose rows are scattered. Its backward gathers their gradient, which both products read."""
+    """A bare product whose rows are scattered. Its backward pass gathers their gradient, which both products read."""
 
     @staticmethod
     def forward(

@@ -26,8 +26,8 @@ class Numbers(NamedTuple):
     """The numbers behind a buffer of `exchange.ROWS` and the like, one for each rank.
 
     Attributes:
-        flags: on each rank: the last call for which each of the ranks has sent all that it sends to this one.
-        begun: on each rank: the last call that each of the ranks has begun.
+        flags: on each rank, the last call for which each of the ranks has sent all its data to this one.
+        begun: on each rank, the last call that each of the ranks has begun.
     """
 
     flags: tuple[Tensor, ...]
@@ -40,7 +40,7 @@ class Numbers(NamedTuple):
         return cls(tuple([x[0] for x in both]), tuple([x[1] for x in both]))
 
     def arrivals(self, shared: Shared, memory: Memory, of_rows: bool) -> Arrivals:
-        """What the product of a call waits for."""
+        """The counters for which the product of a call waits."""
         rank, failed = shared.rank, memory.failures.data_ptr()
         return Arrivals(
             self.flags[rank], memory.counters, rank, shared.ranks, failed, shared.patience, of_rows
@@ -48,14 +48,14 @@ class Numbers(NamedTuple):
 
 
 def words_of(rows: int, columns: int, dtype: torch.dtype) -> int:
-    """The size of memory for so many rows; see `exchange.ROWS`."""
+    """The size of memory for this many rows; see `exchange.ROWS`."""
     return -(-rows * columns * dtype.itemsize // 4)
 
 
 def _quick(kernel: Any, grid: tuple[int, int, int], on_gpu: bool, *arguments: Any) -> Callable[..., object]:
-    """What launches a kernel with arguments of the same kinds as some.
+    """A function that launches a kernel with arguments of the same kinds as the given ones.
 
-    Triton's own way from a call to the kernel takes the host as long as all the rest of a call.
+    Triton's own launch takes the host as long as the rest of a call.
     """
     launch: Callable[..., object] = kernel.warmup(*arguments, grid=grid)[grid] if on_gpu else kernel[grid]
     return launch
@@ -66,14 +66,14 @@ def _quick(kernel: Any, grid: tuple[int, int, int], on_gpu: bool, *arguments: An
 
 
 class _Rows(NamedTuple):
-    """A buffer's memory for the rows of a call, and what sends them.
+    """A buffer's memory for the rows of a call, and the means to send them.
 
     Attributes:
         whole: all rows, on this rank.
         shards: this rank's shard, on every rank.
-        sent: of this rank's shard, the numbers that say so on every rank.
+        sent: the numbers that tell, on every rank, that this rank's shard was sent.
         arrivals: see `ArrivingRows`.
-        place: launches `place_shard`, given a shard and for how long it waits.
+        place: launches `place_shard`, given a shard and the time for which it waits.
     """
 
     whole: Tensor
@@ -84,7 +84,7 @@ class _Rows(NamedTuple):
 
 
 def for_rows(x: Tensor, b: Any, bias: Any, functions: Functions, group: dist.ProcessGroup) -> Shared | None:
-    """The memory through which rows are gathered while they are multiplied; None where they are gathered before."""
+    """The memory through which rows are gathered while they are multiplied; None if they are gathered before."""
     ranks, (rows, columns) = dist.get_world_size(group), x.shape
     if not columns or not rows or rows % SHARD or words_of(ranks * rows, columns, x.dtype) > ROWS.most:
         return None
@@ -95,15 +95,15 @@ def for_rows(x: Tensor, b: Any, bias: Any, functions: Functions, group: dist.Pro
 def arriving(op: str, x: Tensor, shared: Shared) -> Iterator[ArrivingRows]:
     """The rows of all ranks, one shard behind the other, as an operand that waits for them.
 
-    The other ranks' shards arrive while what is inside runs. They stay there until the next call. What has not waited
-    for them itself takes `arrived`.
+    The other ranks' shards arrive while the body of the context runs. They stay there until the next call. Code that
+    does not wait for them itself uses `arrived`.
 
     Args:
         x: (rows, columns), of the same shape and type on all ranks.
     """
     rows, columns = x.shape
     memory = shared.memory(op, ROWS, words_of(shared.ranks * rows, columns, x.dtype))
-    # What decides which kernel copies the shard.
+    # The properties that select the kernel which copies the shard.
     key = rows, columns, x.dtype, x.stride(), x.data_ptr() % 16
     views = memory.views.get(key)
     if views is None:
@@ -124,7 +124,7 @@ def arriving(op: str, x: Tensor, shared: Shared) -> Iterator[ArrivingRows]:
 
 
 def arrived(rows: ArrivingRows) -> Tensor:
-    """The matrix of all rows, for what is queued behind this: a kernel waits until they are there."""
+    """The matrix of all rows, for work that is queued later: a kernel waits until they have arrived."""
     flags, calls, rank, ranks, failed, patience, _ = rows.arrivals
     wait_for_ranks[(1,)]((flags, calls, failed, patience), RANK=rank, RANKS=ranks)
     return rows.matrix
@@ -156,11 +156,11 @@ def _rows(shared: Shared, memory: Memory, x: Tensor) -> _Rows:
 
 
 class Partials(NamedTuple):
-    """Memory for the partial sums of a call, and what they are sent with.
+    """Memory for the partial sums of a call, and the means to send them.
 
     Attributes:
         sends: this rank's, (rows, columns), on every rank.
-        sent: of these, the numbers that say so on every rank.
+        sent: the numbers that tell, on every rank, that these were sent.
         received: those of the other ranks, on this one, in the order of the ranks.
         arrivals: see `ArrivingRows`.
         begin: launches `begin_call`, given for how long it waits.
@@ -189,7 +189,7 @@ class PartialSums:
             views = self._memory.views[key] = _partials(shared, self._memory, rows, columns, dtype)
         self._views: Partials = views
         self.received = views.received
-        # What is being sent, which the allocator must not give to anybody else.
+        # The data that is being sent, which the allocator must not reuse.
         self._sent: list[Tensor] = []
         views.begin(shared.patience)
 
@@ -198,7 +198,7 @@ class PartialSums:
 
         Args:
             first: the first of them.
-            is_last: whether it then has all.
+            is_last: whether these are its last rows.
         """
         self._sent.append(part)
         views = self._views
@@ -212,7 +212,7 @@ class PartialSums:
         return ArrivingRows(x, self._views.arrivals._replace(patience=self._shared.patience))
 
     def end(self) -> None:
-        """Have what comes behind wait until all is sent."""
+        """Makes later work wait until all rows are sent."""
         if self._sent:
             self._shared.join()
 
@@ -233,7 +233,7 @@ def _partials(shared: Shared, memory: Memory, rows: int, columns: int, dtype: to
 
 
 def _beginning(shared: Shared, memory: Memory, numbers: Numbers, waits: bool) -> Callable[[int], object]:
-    """What launches `begin_call`, given for how long it waits."""
+    """A function that launches `begin_call`, given the time for which it waits."""
     before = numbers.begun, memory.counters, memory.failures.data_ptr()
     constants = shared.rank, shared.ranks, waits
     launch = _quick(begin_call, (1, 1, 1), memory.counters.is_cuda, *before, shared.patience, *constants)
@@ -263,7 +263,7 @@ def collected(op: str, results: Sequence[Tensor], shared: Shared) -> tuple[Tenso
 
     Args:
         results: each (rows, ...), of the same shape and type on all ranks, with the rank's own rows of a sum over the
-            ranks. A rank has these once all ranks have computed it, and so have collected what they collected before.
+            ranks. A rank has these once all ranks have computed the sum, and so have collected the results before it.
     """
     rows = results[0].shape[0]
     # In 32-bit words, at multiples of 16 bytes.

@@ -14,8 +14,8 @@ from ..formats.weight import PackedWeight
 def flat_state_dict(model: nn.Module) -> dict[str, Any]:
     """A model's state dict with the tensors of its packed weights, and texts about these, in place of the weights.
 
-    The tensors are the model's own, so that `torch.distributed.checkpoint.load` reads into the model. Weights that are
-    sharded are so in it, and are read into other numbers of ranks.
+    The tensors are the model's own, so that `torch.distributed.checkpoint.load` reads into the model. Sharded weights
+    stay sharded in it, and can be read into other numbers of ranks.
 
     Example:
         >>> import torch, gemmery.nn
@@ -35,10 +35,10 @@ def flat_state_dict(model: nn.Module) -> dict[str, Any]:
 
 
 def load_flat_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
-    """Load what `flat_state_dict` gave for a model of the same weights, sharded in the same way.
+    """Load a state dict of `flat_state_dict` into a model with the same weights, sharded in the same way.
 
     Raises:
-        ValueError: something is missing, or a weight is of another format than the model's.
+        ValueError: an entry is missing, or a weight has another format than the model's.
 
     Example:
         >>> import torch, gemmery.nn

@@ -133,8 +133,8 @@ class _ModuleParallel(ParallelStyle):
 class FeedForwardParallel(_ModuleParallel):
     """A whole feed-forward block, sharded column by column before its activation and row by row behind it.
 
-    Where torch's styles are given to the layers of a block, each layer is called with hooks of its own, so that the
-    block's activation is not part of a product. Here the hooks are the block's, and it stays fused.
+    If torch's styles are applied to the layers of a block, each layer has its own hooks, so the block's activation
+    cannot be part of a product. Here the hooks belong to the block, and it stays fused.
 
     It takes a `gemmery.nn.MLP`, a `GatedMLP` with `stacked=False` and the `FusedGatedMLP` that `gemmery.nn.swap` makes.
 
@@ -167,7 +167,7 @@ class FeedForwardParallel(_ModuleParallel):
 
 
 class ExpertParallel(_ModuleParallel):
-    """Experts of which each rank holds a range.
+    """Experts that are spread over ranks: each rank holds a range of them.
 
     Each rank computes the sums over its own experts for all tokens, and the ranks' sums are added. It takes a
     `gemmery.nn.Experts`, with dense, quantised or sparse weights, and the `FusedExperts` that `gemmery.nn.swap` makes.
@@ -207,10 +207,10 @@ class ExpertParallel(_ModuleParallel):
 
 
 def _layers(block: nn.Module) -> list[Layer]:
-    """The layers of a block, the last one last.
+    """The layers of a block, in order.
 
     Raises:
-        TypeError: it is no such block, or a layer is another module, such as an adapter.
+        TypeError: the module is not such a block, or a layer is another module, such as an adapter.
         ValueError: gate and up are one weight.
     """
     names: tuple[str, ...]
@@ -277,9 +277,9 @@ def _hooked(
     """A module whose inputs become DTensors, and whose output is redistributed.
 
     Args:
-        given: how plain inputs are placed.
-        wanted: how the module wants them.
-        result: how the output is to be placed.
+        given: the placements of plain inputs.
+        wanted: the placements that the module requires.
+        result: the placements of the output.
         is_local: whether it becomes a plain tensor.
     """
 

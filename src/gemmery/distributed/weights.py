@@ -18,22 +18,22 @@ W = TypeVar("W", bound=PackedWeight)
 def distribute_weight(
     weight: W, device_mesh: DeviceMesh, placements: Sequence[Placement], *, src_data_rank: int | None = 0
 ) -> W:
-    """A packed weight, of whose tensors each rank has its part; as torch's `distribute_tensor` for plain tensors.
+    """A packed weight whose tensors are spread over ranks, as torch's `distribute_tensor` does it for plain tensors.
 
     It is a weight of the same shape, whose words, scales and so on are DTensors. Products with x as a DTensor take it.
 
     Args:
         weight: a `QuantizedTensor` or a `SparseTensor`, (*batch, N, K), whole on each rank.
-        device_mesh: where it goes.
+        device_mesh: the devices.
         placements: for each dimension of the mesh, `Shard(-2)` for rows (N), `Shard(-1)` for columns (K), those of a
             batch dimension, or `Replicate()`. Each part has a multiple of 16 rows, or of the columns of a block of
             words and of a group; of a sparse weight of 32 rows, or of 64 columns and a group; see
             `QuantizedTensor.shard`.
-        src_data_rank: whose weight is taken; None for each rank's own.
+        src_data_rank: the rank whose weight is taken; None for each rank's own.
 
     Raises:
-        TypeError: it is no packed weight.
-        ValueError: it can't be cut there, or its columns are in an order of their own (act-order) and would be.
+        TypeError: `weight` is not a packed weight.
+        ValueError: the weight cannot be cut there; or its columns are permuted (act-order) and would be cut.
 
     Example:
         >>> import torch, gemmery
@@ -72,7 +72,7 @@ def distribute_weight(
 
 
 def full_weight(weight: W) -> W:
-    """The whole of a weight that `distribute_weight` made, on each rank; of another one itself."""
+    """The whole weight, on each rank, of one that `distribute_weight` made; any other weight is returned as it is."""
     parts = weight.parts()
     if not any(isinstance(x, DTensor) for x in parts.values()):
         return weight

@@ -1,7 +1,6 @@
-"""Cross-compiling: kernels compile for a GPU that is not at hand, down to its machine code, with a driver of our own.
+"""Cross-compilation of kernels for a GPU that is not present, down to its machine code, with our own driver.
 
-The launch's own path of binding and specialisation asks the driver for the target, and for nothing else until code is
-loaded.
+Until code is loaded, binding and specialisation ask the driver only for the target.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ from ..devices import ARCHS, INTERPRETED
 
 
 class _CompilingDriver:
-    """As much of a Triton driver as compiling asks for."""
+    """The parts of a Triton driver that compilation needs."""
 
     def __init__(self, target: Any) -> None:
         self.target = target
 
     def get_current_device(self) -> str:
-        # Within a process Triton keeps code by device: each target is one of its own.
+        # Within a process Triton keeps code by device, so each target gets its own device.
         return str(self.target)
 
     def get_current_stream(self, device: object = None) -> int:
@@ -58,9 +57,9 @@ _lock = threading.RLock()
 
 @contextmanager
 def compiling_for(name: str) -> Iterator[None]:
-    """Within, this process compiles for an architecture of the table.
+    """Within the context, this process compiles for an architecture of the table.
 
-    Other threads may not launch kernels meanwhile, unless the GPU at hand is of that architecture: they would meet the
+    Other threads must not launch kernels meanwhile, unless the present GPU has that architecture: they would get the
     other driver.
 
     Raises:
@@ -81,7 +80,7 @@ def compiling_for(name: str) -> Iterator[None]:
         try:
             yield
         finally:
-            # Not `reset_active`, which fails where there is no GPU.
+            # Not `reset_active`, which fails without a GPU.
             driver._active = before
 
 

@@ -1,12 +1,12 @@
-"""The short way into the driver: what all launches of a plan have in common is prepared once.
+"""A fast launch: everything that the launches of a plan share is prepared once.
 
 At every launch Triton binds and specialises the arguments, looks the kernel up and encodes a tensor map for each
-descriptor. The launches of a plan differ in addresses and numbers alone. So the arguments are laid out once as Triton's
-C function takes them, and a launch fills in the addresses and enters that function; tensor maps are kept by address.
+descriptor. The launches of a plan differ only in addresses and numbers. So the arguments are laid out once as Triton's
+C function takes them. A launch fills in the addresses and calls that function; tensor maps are cached by address.
 
-The C function is nobody's public interface. `_ENTRIES` names the versions of Triton whose function is known; with any
-other, newer ones among them, on AMD, for instrumented kernels and for kernels with scratch memory `prepare` gives None,
-and plans launch in the ordinary way. So does a launch that somebody listens to by a launch hook.
+The C function is not a public interface. `_ENTRIES` lists the versions of Triton whose function is known. With any
+other version, also a newer one, on AMD, for instrumented kernels, and for kernels with scratch memory, `prepare`
+returns None, and plans launch in the ordinary way. Launches with a launch hook do, too.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..schedules.binding import Binding
 from ..schedules.workspace import WORKSPACES
 
-#: Launches, given the addresses of a launch's tensors, in the order of `Problem.layouts`, and its numbers; False where
-#: the launch has to go the ordinary way.
+#: Launches, given the addresses of a launch's tensors, in the order of `Problem.layouts`, and its numbers; returns
+#: False if the launch must be made in the ordinary way.
 Launch = Callable[..., bool]
-#: Enters Triton's C function with a stream and the kernel's arguments.
+#: Calls Triton's C function with a stream and the kernel's arguments.
 _Enter = Callable[[int, list[Any]], None]
 
-#: Addresses whose tensor maps are kept, for one matrix; numbers whose arguments are, for one plan.
+#: The most addresses with cached tensor maps for one matrix, and the most numbers with cached arguments for one plan.
 _MAPS, _NUMBERS = 512, 64
 
 
 class _Unsuitable(Exception):
-    """The arguments are not of a kind that can be laid out ahead."""
+    """The arguments are of a kind that cannot be laid out ahead."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -46,7 +46,7 @@ class _Unsuitable(Exception):
 
 
 class _Address:
-    """Passes for a tensor where Triton only asks for an address."""
+    """Takes the place of a tensor where Triton only asks for an address."""
 
     def __init__(self, address: int) -> None:
         self.address = address
@@ -56,9 +56,10 @@ class _Address:
 
 
 class TensorMaps(dict[int, Any]):
-    """The tensor maps of one matrix by its address, made when first asked for; when it is full all are dropped.
+    """A cache of one matrix's tensor maps by address. They are made on demand; a full cache drops all.
 
-    A map depends on nothing else: it stays right when the memory is freed and becomes another tensor of that layout.
+    A map depends on nothing else. It stays valid when the memory is freed and reused for another tensor of that
+    layout.
     """
 
     def __init__(self, descriptor: TensorDescriptor, encode: Callable[[TensorDescriptor], Any]) -> None:
@@ -94,7 +95,7 @@ def _maps(descriptor: TensorDescriptor, note: Any, expand: Callable[..., list[An
 
 @dataclass
 class Arguments:
-    """A kernel's arguments as the C function takes them, and where those go that differ from launch to launch.
+    """A kernel's arguments as the C function takes them, and the places of those that differ between launches.
 
     Attributes:
         values: all arguments, with None where an address or a tensor map belongs.
@@ -114,11 +115,13 @@ class _Layouter:
     """Lays arguments out for one version's C function.
 
     Args:
-        sources: meta proxies of the launch's tensors, each an object of its own, by which they are known again. Other
-            tensors among the arguments are the workspace's, in its order.
-        expand: what Triton makes of a descriptor and what the compiler noted about it: the tensor map, then integers.
-        notes: what the compiler noted about each descriptor, in order.
-        nested: whether tuples stay tuples and constants keep a place, or all is one flat list without them.
+        sources: meta proxies of the launch's tensors. Each is a separate object, by which its tensor is recognised.
+            Other tensors among the arguments are the workspace's, in its order.
+        expand: turns a descriptor and the compiler's note about it into Triton's arguments: the tensor map, then
+            integers.
+        notes: the compiler's note about each descriptor, in order.
+        nested: whether tuples stay tuples and constants keep their places. Otherwise all arguments are one flat list
+            without constants.
     """
 
     def __init__(
@@ -128,7 +131,7 @@ class _Layouter:
         self.laid = Arguments()
 
     def source(self, value: Any) -> int | None:
-        """Which tensor an argument is; None for another argument."""
+        """The number of the tensor that an argument is; None for other arguments."""
         if not isinstance(value, Tensor):
             return None
         for i, known in enumerate(self.sources):
@@ -169,7 +172,7 @@ class _Layouter:
 
     def _add_descriptor(self, descriptor: TensorDescriptor) -> None:
         source, note = self.source(descriptor.base), next(self.notes, None)
-        # Without a note of the compiler's the kernel takes a pointer and offsets, which gemmery never asks for.
+        # Without the compiler's note, the kernel takes a pointer and offsets, which gemmery never uses.
         if source is None or note is None:
             raise _Unsuitable
         # See `Binding.direct_arguments`.
@@ -181,7 +184,7 @@ class _Layouter:
 
 
 def _holds_tensor(value: Any) -> bool:
-    """Whether a value is a tuple with a tensor somewhere in it."""
+    """Whether a value is a tuple that contains a tensor at any depth."""
     return isinstance(value, tuple) and any(isinstance(x, Tensor) or _holds_tensor(x) for x in value)
 
 
@@ -194,12 +197,12 @@ class Entry:
     """The entry into the launcher of a version of Triton.
 
     Attributes:
-        enter: gives the function that launches a compiled kernel over a grid; None for a launcher that is not as known.
+        enter: returns the function that launches a compiled kernel over a grid; None for an unknown launcher.
         nested: see `_Layouter`.
         module: names that Triton's module for NVIDIA's driver must have.
         launcher: names that a kernel's launcher must have.
         called: the parameters by which Triton calls a launcher, without the kernel's arguments. A build between two
-            versions has the number of one of them, and may have the launcher of neither.
+            versions has the number of one of them, but may have another launcher.
     """
 
     enter: Callable[[Any, tuple[int, int, int]], _Enter | None]
@@ -275,7 +278,7 @@ _ENTRIES = {
 
 
 def entry() -> Entry | None:
-    """The entry into this Triton's launcher; None where that is not known."""
+    """The entry into this Triton's launcher; None if it is not known."""
     known = _ENTRIES.get(".".join(triton.__version__.split(".")[:2]))
     if known is None or torch.version.hip is not None:
         return None
@@ -288,7 +291,7 @@ def entry() -> Entry | None:
 
 
 def _suits(entry: Entry, launcher: Any) -> bool:
-    """Whether a kernel's launcher is NVIDIA's, as known, and does nothing for the kernel but launch it."""
+    """Whether a kernel's launcher is the known one for NVIDIA, and only launches the kernel."""
     from triton.backends.nvidia import driver
 
     names = (*entry.launcher, "launch_cooperative_grid", "launch_pdl")
@@ -310,7 +313,7 @@ def _expander() -> Callable[..., list[Any]]:
     active = triton.runtime.driver.active
 
     def expand(descriptor: TensorDescriptor, note: Any) -> list[Any]:
-        # Encoding takes a CUDA context, which a thread does not have before something binds it.
+        # Encoding needs a CUDA context, which a new thread does not have.
         active.set_current_device(active.get_current_device())
         made: list[Any] = driver.make_tensordesc_arg(descriptor, note, *unread)
         return made
@@ -323,14 +326,14 @@ def _expander() -> Callable[..., list[Any]]:
 
 
 def _meta_proxy(tensor: Tensor) -> Tensor:
-    """A tensor of the same layout without memory, told apart from all others, even where one tensor is passed twice."""
+    """A tensor of the same layout without memory. It is a new object, even if one tensor is passed twice."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def lay_out(
     entry: Entry, binding: Binding, compiled: Any, proxies: tuple[Any, ...], numbers: tuple[float, ...]
 ) -> Arguments | None:
-    """The arguments of a compiled kernel, given meta proxies of its tensors; None where they can't be known ahead."""
+    """The arguments of a compiled kernel, given meta proxies of its tensors; None if they cannot be laid out ahead."""
     arguments = binding.direct_arguments(proxies, numbers)
     values = dict(zip(binding.kernel.arg_names, arguments, strict=False))
     notes = getattr(compiled.metadata, "tensordesc_meta", None)
@@ -348,7 +351,7 @@ def lay_out(
 def prepare(
     binding: Binding, compiled: Any, index: int, tensors: Sequence[Tensor], numbers: tuple[float, ...]
 ) -> Launch | None:
-    """The short way to launch a compiled kernel on GPU number `index`; None where there is none.
+    """The fast launch of a compiled kernel on GPU number `index`; None if there is none.
 
     Args:
         tensors, numbers: of the first launch; see `Binding.arguments`.
@@ -370,17 +373,17 @@ def prepare(
     by_numbers = _by_numbers(laid_out) if binding.problem.takes_numbers else None
     workspace_size = None if binding.split is None else binding.workspace_size
     launch = _launch(index, enter, first, by_numbers, workspace_size, binding.kernel.pre_run_hooks)
-    # Newer versions unload the code of a compiled kernel that nobody holds any more.
+    # Newer versions unload the code of a compiled kernel that is no longer referenced.
     launch.__dict__["compiled"] = compiled
     return launch
 
 
 def _by_numbers(laid_out: Callable[..., Arguments | None]) -> Callable[..., Any]:
-    """`laid_out` with a memory."""
+    """`laid_out` with a cache."""
     kept: dict[Any, Any] = {}
 
     def arguments(numbers: tuple[float, ...]) -> Any:
-        # Zeros are told apart by their sign, which comparing them does not do.
+        # Zeros of different signs are distinguished, which a comparison does not do.
         key = tuple([number or str(number) for number in numbers])
         found = kept.get(key)
         if found is None:
@@ -400,7 +403,7 @@ def _launch(
     current = torch._C._cuda_getDevice if torch.cuda.device_count() > 1 else None
 
     def launch(sources: Sequence[int], numbers: tuple[float, ...] = ()) -> bool:
-        # A hook is an object with a list of calls, or any function that somebody put in its place.
+        # A hook is an object with a list of calls, or a function that a user has put in its place.
         if (
             getattr(knobs.launch_enter_hook, "calls", True)
             or getattr(knobs.launch_exit_hook, "calls", True)
@@ -413,7 +416,7 @@ def _launch(
         arguments = fixed if by_numbers is None else by_numbers(numbers)
         stream = stream_of(index)
         if workspace_size is not None:
-            # Held until the launch is queued: memory that is freed later is used again after it, on its stream.
+            # Held until the launch is queued. Memory that is freed later is reused after the launch, on its stream.
             partials, arrivals = WORKSPACES.on_stream(index, stream, *workspace_size)
             sources = (*sources, partials.data_ptr(), arrivals.data_ptr())
         values = arguments.values.copy()

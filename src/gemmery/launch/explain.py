@@ -19,7 +19,7 @@ from .plan import runs_on
 
 #: The parts of a predicted time, in seconds.
 PARTS = tuple(field.name for field in fields(Cost) if field.name not in ("total", "waves"))
-#: The parts that grow with the product; the others are what it costs besides.
+#: The parts that grow with the product; the others are fixed costs.
 BINDING = ("compute", "l2", "memory")
 
 
@@ -62,7 +62,7 @@ class Explanation:
 
     @property
     def reasons(self) -> list[str]:
-        """Plain sentences about why the first is chosen."""
+        """Plain sentences that explain why the first is chosen."""
         if not self.choices:
             return [f"torch reference: {self.problem.device.name} lacks the instructions"]
         first, *others = self.choices
@@ -147,7 +147,7 @@ def _what_is_gained(first: Cost, config: Config, cost: Cost) -> str:
 
 
 def _by_time(choice: Choice) -> tuple[bool, float]:
-    """Measured ones first, then by what is predicted."""
+    """Measured ones first, then by predicted time."""
     predicted = math.inf if choice.cost is None else choice.cost.total
     return choice.measured is None, predicted if choice.measured is None else choice.measured
 
@@ -164,7 +164,7 @@ def explain_problem(problem: Problem, top: int = 5) -> Explanation:
     # Timings are of bare products; see `select.candidates`.
     timings = None if problem.fusion is not None else store.current()
     measured = {} if timings is None else timings.timings(product)
-    # What runs comes first, though something else may be predicted to be quicker; see `quicker`.
+    # The config that runs comes first, even if another one is predicted to be faster; see `quicker`.
     runs, *others = [
         Choice(config, costs.get(config), measured[config].seconds if config in measured else None)
         for config in candidates(product)[:top]

@@ -25,7 +25,7 @@ class Occupancy:
         programs: of the kernel; 0 where not even one fits.
         warps: of these programs.
         most: warps that a multiprocessor can hold.
-        limits: how many programs each resource would allow, by its name.
+        limits: the number of programs that each resource would allow, by its name.
     """
 
     programs: int
@@ -42,7 +42,7 @@ class Occupancy:
 def occupancy(
     arch: Arch, registers: int, shared: int, warps: int, tensor_memory: int = 0
 ) -> Occupancy | None:
-    """A kernel's occupancy; None where nothing is known of it, as with the interpreter.
+    """A kernel's occupancy; None if it is unknown, as with the interpreter.
 
     Args:
         registers: per thread.
@@ -74,7 +74,7 @@ def occupancy(
 
 
 def tensor_memory(compiled: Any) -> int:
-    """Columns of tensor memory that a compiled kernel takes; 0 where there is none."""
+    """Columns of tensor memory that a compiled kernel takes; 0 without tensor memory."""
     return int(getattr(compiled.metadata, "tmem_size", None) or 0)
 
 

@@ -1,9 +1,9 @@
-"""Copies of matrices whose layout is slow to load: rows that begin anywhere, elements that are apart or across K.
+"""Copies of matrices whose layout is slow to load: misaligned rows, or elements that are not adjacent along K.
 
-Tensor descriptors, and wide loads in general, want adjacent elements and rows that begin at multiples of 16 bytes.
-Some tensor cores want those of 8-bit and TF32 operands to be adjacent along K. Where a matrix is not like that, a
-product that reads it many times is quicker on a copy that is. Whether it is worth while is a matter of prediction, see
-`worth_copying`; a plan says which matrices it copies.
+Tensor descriptors, and wide loads in general, need adjacent elements and rows that begin at multiples of 16 bytes.
+Some tensor cores need the elements of 8-bit and TF32 operands to be adjacent along K. If a matrix has another layout,
+a product that reads it many times is faster on a copy. `worth_copying` predicts whether the copy pays; a plan tells
+which matrices it copies.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..problem import Problem
 
 #: Rows of a copy begin at multiples of this many elements.
 _PITCH = 16
-#: Part of the memory bandwidth that a copy reaches, and one that transposes; and the time of its launch in seconds.
+#: The part of the memory bandwidth that a copy reaches, and a transposing copy; and the time of its launch in seconds.
 _COPY_RATE, _TRANSPOSE_RATE, _COPY_LAUNCH = 0.4, 0.15, 4e-6
 
 
@@ -65,16 +65,16 @@ class Copy:
         return 2 * self.operand.dtype.itemsize * torch.Size(self.sizes).numel()
 
     def seconds(self, bandwidth: float) -> float:
-        """Predicted time of the copying where memory has a bandwidth, in bytes per second."""
+        """Predicted time of the copy for a memory bandwidth in bytes per second."""
         along = self.strides[-2 if self.transposed else -1] == 1
         return self.bytes / (bandwidth * (_COPY_RATE if along else _TRANSPOSE_RATE)) + _COPY_LAUNCH
 
     def memory(self, device: torch.device) -> Tensor:
-        """Room for a copy, with nothing in it."""
+        """Uninitialised memory for a copy."""
         return torch.empty(self.shape, dtype=self.operand.dtype, device=device)
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        """A copy of a tensor that lies in memory as the original operand says."""
+        """A copy of a tensor with the layout of the original operand."""
         source = tensor.as_strided(self.sizes, self.strides)
         memory = self.memory(tensor.device)
         view = memory.mT if self.transposed else memory
@@ -87,7 +87,7 @@ class Padded:
     """A problem on copies of some of its matrices.
 
     Attributes:
-        problem: with the copies in the place of the matrices.
+        problem: the problem with the copies instead of the matrices.
         a, b: the copies, None for a matrix that is read where it is.
     """
 
@@ -108,13 +108,13 @@ class Padded:
 
 
 def padded(problem: Problem) -> Padded | None:
-    """The problem on copies of the matrices that are slow to read; None where none is, or a copy would be no better."""
+    """The problem on copies of the matrices that are slow to read; None if there are none, or a copy would not help."""
     p = problem
     if not p.device.target.tma or p.K == 0 or len(p.batch) > 1 or p.ragged:
         return None
     if not (p.a.takes_copies and p.b.takes_copies):
         return None
-    if p.paired:  # a copy would part the halves of columns
+    if p.paired:  # a copy would separate the halves of columns
         return None
     a = b = None
     mn_major = select.mn_major(p)
@@ -138,9 +138,9 @@ def _as_copied(spec: Spec, copy: Copy | None) -> Spec:
 
 
 def worth_copying(problem: Problem) -> Padded | None:
-    """The problem on copies, where that is predicted to be quicker, copying included; else None."""
+    """The problem on copies, if that is predicted to be faster, copies included; otherwise None."""
     found = padded(problem)
-    # What is read in another way is summed in another, and which is better depends on M.
+    # A copy changes the order of the sum, and whether it pays depends on M.
     if found is None or problem.batch_invariant:
         return None
     quicker = select.best_time(found.problem) + found.seconds < select.best_time(problem)
@@ -148,6 +148,6 @@ def worth_copying(problem: Problem) -> Padded | None:
 
 
 def launched(problem: Problem) -> Problem:
-    """The problem that a kernel is launched for: itself, or that on copies where these are worth while."""
+    """The problem for which a kernel is launched: itself, or the problem on copies if these pay."""
     found = worth_copying(problem)
     return problem if found is None else found.problem

@@ -21,9 +21,10 @@ from ..select import candidates, log
 from . import direct, padding
 from .occupancy import Occupancy, occupancy, tensor_memory
 
-#: Plans kept, and calls that are known to lead to one; old ones are dropped beyond that.
+#: The most plans, and the most calls with a known plan, that are kept; older ones are dropped.
 PLANS = 4096
-#: Kernels that a plan compiles and that spill, before it takes one of them that spills no more than so many words.
+#: The number of spilling kernels that a plan compiles before it accepts one, and the most words that this one may
+#: spill.
 SPILLING = 3
 LITTLE = 16
 
@@ -58,20 +59,20 @@ class Plan:
 
     def __init__(self, problem: Problem, config: Config | None = None) -> None:
         self.problem = problem
-        #: What is launched: the problem on copies of some of its matrices, or None for the problem itself.
+        #: The launched problem on copies of some of its matrices, or None for the problem itself.
         self._padded: padding.Padded | None = None
-        #: For each tensor, the bits of an address that it must not have.
+        #: For each tensor, the bits that must be 0 in its address.
         self._misaligned = tuple(15 if x.aligned else 0 for x in problem.layouts)
         self._index = -1
         self._compiled: Any = None
-        #: The launch without Triton's own preparations, where there is one; for GPU number `_index`.
+        #: The fast launch, if there is one, for GPU number `_index`.
         self.direct: direct.Launch | None = None
         self._binding: Binding | None = None
         self._choices: list[Config] = []
         if config is not None:
             self._choices = [config]
         elif runs_on(problem):
-            # A copy would part the halves of columns that are paired.
+            # A copy would separate the paired halves of columns.
             self._padded = None if problem.paired else padding.worth_copying(problem)
             self._choices = candidates(self._launched)
         if self._choices:
@@ -159,7 +160,7 @@ class Plan:
         out.copy_(reference.gemm(a, b, addend, alpha=alpha, beta=beta, out_dtype=dtype, by_rows=by_rows))
 
     def takes(self, addresses: Sequence[int]) -> bool:
-        """Whether the compiled kernel may be entered with tensors at these addresses."""
+        """Whether the compiled kernel can be launched with tensors at these addresses."""
         # A loop: a generator takes a held plan a tenth longer.
         for at, bits in zip(addresses, self._misaligned, strict=True):  # noqa: SIM110
             if at & bits:
@@ -168,15 +169,15 @@ class Plan:
 
     @property
     def slots(self) -> int:
-        """Parts of a row that a fused epilogue's reductions leave behind."""
+        """The number of partial results for each row in a fused epilogue's reductions."""
         assert self._binding is not None
         return -(-self.problem.out_n // self._binding.slot)
 
     def fit(self, tensors: Sequence[Any], numbers: Sequence[float] = (), *, pinned: bool) -> None:
-        """Compile for the current GPU, going down the ranking until a kernel fits without spills that slow it.
+        """Compile for the current GPU: configs in ranked order, until a kernel fits without harmful spills.
 
-        An epilogue may need some memory of its own in any tile, as sines do: after a few kernels that spill, and of
-        which one spills little, that one is taken.
+        An epilogue, such as a sine, may spill in every tile. After a few spilling kernels, one that spills little is
+        accepted.
 
         Args:
             pinned: the config was asked for by name: only a kernel that can't run at all is refused.
@@ -191,7 +192,7 @@ class Plan:
         )
 
     def shorten(self, index: int, tensors: Sequence[Any], numbers: tuple[float, ...] = ()) -> None:
-        """Have calls on GPU number `index`, the current one, go past Triton's own launcher where that is possible."""
+        """Prepare the fast launch for calls on GPU number `index`, the current one, if that is possible."""
         # Copies are made in the ordinary way, which takes the host longer than the launch.
         if self._binding is not None and self._compiled is not None and self._padded is None:
             self._index = index
@@ -247,13 +248,13 @@ def compile_first_fitting(
     problem: Problem, configs: Sequence[Config], given: tuple[Sequence[Any], Sequence[float]],
     examine: Callable[[Any], int], pinned: bool = False,
 ) -> FirstFitting:  # fmt: skip
-    """Compile configs in their order until a kernel fits without spills that slow it; see `Plan.fit`.
+    """Compile configs in order until a kernel fits without harmful spills; see `Plan.fit`.
 
     Args:
-        given: what `Binding.compile` takes; tensors may be on the meta device.
-        examine: gives the 32-bit words per thread that a compiled kernel spills, or raises what Triton raises for one
+        given: arguments of `Binding.compile`; tensors may be on the meta device.
+        examine: returns the 32-bit words per thread that a compiled kernel spills, or raises Triton's error for one
             that does not fit.
-        pinned: spills do not matter.
+        pinned: whether spills are ignored.
 
     Raises:
         ValueError: no config fits.
@@ -270,14 +271,14 @@ def compile_first_fitting(
         except torch.OutOfMemoryError:
             raise
         except (TritonError, RuntimeError) as error:
-            # Compilers fail in many ways on what they can't fit; another config may do.
+            # Compilers fail in many ways if a config does not fit; another config may fit.
             refusal = error
             passed[config] = str(error)
             continue
         if spills <= binding.allowed_spills or pinned:
             return FirstFitting(binding, compiled, passed)
         passed[config] = f"spills {4 * spills} bytes a thread"
-        # Configs that differ in how they cut K may be one kernel.
+        # Configs that cut K differently may share one kernel.
         if compiled.hash in seen:
             continue
         seen.add(compiled.hash)
@@ -298,13 +299,13 @@ def _spills(found: tuple[int, Binding, Any]) -> int:
 
 
 def _load(compiled: Any) -> int:
-    """Put a kernel onto the current GPU, whose driver may refuse it, and learn what it spills."""
+    """Load a kernel onto the current GPU, whose driver may refuse it, and return its spills."""
     compiled._init_handles()
     return int(compiled.n_spills)
 
 
 def runs_on(problem: Problem) -> bool:
-    """Whether the device has the instructions for a problem, or the torch reference must serve."""
+    """Whether the device has the instructions for a problem. Otherwise the torch reference runs."""
     return not any(
         operand.dtype in FP8 and operand.dtype not in problem.device.target.fp8
         for operand in (problem.a, problem.b)

@@ -26,7 +26,7 @@ _BLOCK = (32, 128)
 
 
 def pointwise(results: Results, first: Tensor, inputs: Sequence[Any]) -> list[Tensor]:
-    """A program over blocks of a matrix in memory, without a product: its results.
+    """The results of a program over blocks of a matrix in memory, without a product.
 
     Args:
         results: of the program for `first`.

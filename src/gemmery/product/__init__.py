@@ -1,1 +1,1 @@
-"""The door of every product: what is asked, whether it fits, and how it runs."""
+"""The entry of every product: its arguments, their checks, and how it runs."""

@@ -54,7 +54,7 @@ NOTHING = UNCHANGED.captured
 def make_call(
     op: str, a: Any, b: Any, bias: Any, functions: Functions, options: Options, alpha: Number = 1, beta: Number = 1
 ) -> Call:  # fmt: skip
-    """A call from a user's arguments; whether they fit each other is for `check.check` to say.
+    """A call from a user's arguments. `check.check` then checks whether they fit each other.
 
     Args:
         a: a matrix, or a `ScaledTensor`.
@@ -62,8 +62,8 @@ def make_call(
         bias: a tensor, or one for each half.
 
     Raises:
-        TypeError: an argument is of no kind that a product or an epilogue can take.
-        ValueError: the operands have other ranks than the operation takes.
+        TypeError: an argument is of a kind that products or epilogues do not accept.
+        ValueError: the operation does not accept operands with these numbers of dimensions.
     """
     epilogue, args, before, before_args = functions
     _check_functions(op, functions)
@@ -74,7 +74,7 @@ def make_call(
     matrix = left.matrix
     inputs = tuple([moved(x, matrix) for x in (*biases, *args, *captured.tensors)])
     if before is not None:
-        # Groups are of a matrix that a prologue sees whole.
+        # A prologue sees the whole matrix, and not a group.
         whole = left.inner.matrix if isinstance(left, RaggedOperand) else matrix
         left = left.with_prologue(prologue.make(op, whole, before, before_args))
     outer = tuple([x for x in (left.outer, right.outer) if x is not None])
@@ -96,7 +96,7 @@ def _check_functions(op: str, functions: Functions) -> None:
 
 
 def added(op: str, bias: Factor | None) -> list[Tensor]:
-    """No bias, one, or those of both halves of the columns; TypeError if it is none of these."""
+    """No bias, one, or those of both halves of the columns; raises TypeError for anything else."""
     parts: list[Any] = [] if bias is None else list(bias) if isinstance(bias, tuple | list) else [bias]
     for i, part in enumerate(parts):
         check_tensor(op, "bias" if len(parts) == 1 else f"bias[{i}]", part)
@@ -124,7 +124,7 @@ def right_matrix(op: str, b: Tensor) -> Tensor:
 
 
 def operands_of(op: str, a: Any, b: Any, takes_pair: bool) -> tuple[Operand, Operand]:
-    """The operands of whatever a user gave."""
+    """The operands, given a user's arguments."""
     if isinstance(a, ScaledTensor):
         check_scaled(op, a, b)
         return scaled_operands(a, b)
@@ -133,7 +133,7 @@ def operands_of(op: str, a: Any, b: Any, takes_pair: bool) -> tuple[Operand, Ope
         return _groups(op, a, b, takes_pair)
     if isinstance(a, SummedOver):
         left, right = operands_of(op, a.matrix, b, takes_pair)
-        # Each rank's columns have scales of their own.
+        # Each rank has separate scales for its columns.
         return SummedOperand(left.matrix, a.exchange, right.outer), right.without_outer()
     if isinstance(a, ArrivingRows):
         return ArrivingOperand(a.matrix, a.arrivals), operands_of(op, a.matrix, b, takes_pair)[1]
@@ -205,7 +205,7 @@ def _second(op: str, b: Any) -> Operand:
 
 
 def check_packed(op: str, a: Tensor, b: PackedWeight) -> None:
-    """ValueError or TypeError for ranks and types that the operation does not take with a packed weight."""
+    """Raises an error for dimensions and types that the operation does not accept with a packed weight."""
     check_not_fp8(op, a, b)
     if op == "linear" and b.dim() != 2:
         raise ValueError(f"linear: weight is {tuple(b.shape)}; packed, it must be (N, K); use matmul or bmm")
@@ -214,7 +214,7 @@ def check_packed(op: str, a: Tensor, b: PackedWeight) -> None:
 
 
 def scaled_operands(a: ScaledTensor, b: ScaledTensor | SparseTensor) -> tuple[Operand, Operand]:
-    """The operands of `a.dequantize() @ b.dequantize().mT`, which are known to fit each other.
+    """The operands of `a.dequantize() @ b.dequantize().mT`, which fit each other.
 
     Args:
         b: (N, K), or (G, N, K) for groups; or a sparse weight of fp8.
@@ -228,7 +228,7 @@ def scaled_operands(a: ScaledTensor, b: ScaledTensor | SparseTensor) -> tuple[Op
             factors = factors.unsqueeze(-2)
         return RowScaledOperand(a.data, a.row_factors), RowScaledOperand(b.data.mT, factors)
     if a.shape[-1] == 0:
-        # Without columns of K there are no scales to read, either.
+        # If K is 0, there are no scales to read, either.
         one = torch.ones((), device=a.device)
         return RowScaledOperand(a.data, one), RowScaledOperand(b.data.mT, one)
     step = MX_BLOCK if "1x32" in (a.kind, b.kind) else BLOCK
@@ -236,7 +236,7 @@ def scaled_operands(a: ScaledTensor, b: ScaledTensor | SparseTensor) -> tuple[Op
     if a.kind == "tensor":
         left = left.expand(a.shape[-2], -1)
     if b.kind == "tensor":
-        # The same for all blocks, which the kernel reads but once.
+        # One scale for all blocks, which the kernel reads only once.
         right, columns = right.expand(-(-b.shape[-2] // BLOCK), -1), BLOCK
     power_of_two = left.dtype == right.dtype == torch.uint8
     return (
@@ -246,7 +246,7 @@ def scaled_operands(a: ScaledTensor, b: ScaledTensor | SparseTensor) -> tuple[Op
 
 
 def by_steps(x: ScaledTensor, step: int) -> tuple[Tensor, int]:
-    """One scale for each row, or for so many, and each step of so many columns along K."""
+    """One scale for each row, or for several rows, and for each step of some columns along K."""
     if x.kind == "128x128":
         return x.scale, BLOCK
     if x.kind in ("1x128", "1x32"):

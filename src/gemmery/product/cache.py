@@ -1,9 +1,8 @@
-"""The one memory on the way of a call: how calls that look alike run.
+"""The only cache of calls: how calls that look alike run.
 
-A call is known again by its functions, which must still mean what they meant, and by the layouts of its tensors. What
-is left to do is to allocate the results and to enter the kernel. `look` and `launch` are on the way of every call, and
-their time is the user's: what a call has in common with one before is looked up, and only what can differ is looked
-at.
+A call is recognised by its functions, which must not have changed, and by the layouts of its tensors. Then only the
+results have to be allocated and the kernel entered. `look` and `launch` run in every call, so their time counts: all
+that a call has in common with an earlier one is looked up, and only the rest is examined.
 """
 
 from __future__ import annotations
@@ -27,10 +26,11 @@ class Known:
 
     Attributes:
         plan: what is launched.
-        pick: of the call's values and, behind them, the results from the last to the first, those that are launched.
+        pick: the places of the launch's tensors among the call's values and, behind them, the results from the last to
+            the first.
         numbers: places of the launch's numbers among the call's values; None for alpha and beta.
         makers: allocate the results, from the last to the first.
-        results: where more is to be done than to return what is allocated: what the epilogue makes.
+        results: the epilogue's results, if more has to be done than to return the allocated tensors.
         many: whether it returns a tuple.
         extents: places of the tensors among the values, with the bytes from the first element to the end of the last.
         out_bytes: the same bytes of the first result.
@@ -58,15 +58,15 @@ def remember(key: Any, known: Known) -> None:
 
 
 def forget() -> None:
-    """Drop what is memoised of calls and plans, so that the next call of each shape asks the selector again."""
+    """Drop all memoised calls and plans, so that the next call of each shape asks the selector again."""
     forget_plans()
     _known.clear()
 
 
 def look(given: Sequence[Any], grad: bool) -> tuple[list[Any], list[Any]] | None:
-    """Addresses and numbers of what is given, and what of it decides which code runs.
+    """The addresses and numbers of the given values, and their properties that decide which code runs.
 
-    None where torch has to see the call, or where what is given lies on several devices.
+    None if torch has to see the call, or if the values are on several devices.
 
     Args:
         grad: whether gradients are recorded.
@@ -115,7 +115,7 @@ def launch(
     Args:
         addresses, objects: the call's values: as `look` gives them, and themselves. Addresses of results are added.
         scalars: alpha and beta.
-        out: where the result goes; it is known not to overlap anything.
+        out: the tensor for the result; it does not overlap any other.
     """
     plan, results = known.plan, known.results
     numbers: tuple[Any, ...] = scalars
@@ -138,14 +138,14 @@ def launch(
     if direct is None or not direct(known.pick(addresses), numbers):
         plan.run(known.pick([*objects, *made]), numbers)
     if out is not None:
-        # Autograd must see that a tensor was written behind its back.
+        # Autograd must know that a tensor was written to.
         _increment_version((out,))
         return [out]
     return made[::-1] if results is None else results.unalias(results.finish(allocated))
 
 
 def may_overlap(known: Known, addresses: Sequence[Any], objects: Sequence[Any], out: Tensor) -> bool:
-    """Whether the memory of `out` may be that of something that goes in; `check.check_memory` knows exactly.
+    """Whether the memory of `out` may overlap that of an input; `check.check_memory` decides exactly.
 
     Args:
         addresses, objects: the call's values, and `out` as the last.

@@ -1,6 +1,6 @@
-"""Checks of a product before it runs: errors that name what was given and what is wanted.
+"""Checks of a product before it runs. Errors state what was given and what is required.
 
-Nothing here looks at memory, so that all of it also works on fake tensors with symbolic sizes.
+No check looks at memory, so all of them also work on fake tensors with symbolic sizes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..layout import overlap, overlaps_itself, same_layout
 from .shape import OF_WEIGHTS, operand_names
 from .spec import Call, Number, OutTypes, unchanged
 
-#: Ranks that operations ask for.
+#: The numbers of dimensions that operations require.
 _RANKS = {"addmm": 2, "bmm": 3}
 #: Kinds of scales that multiply whole rows and columns of the product.
 OUTER_KINDS = ("tensor", "row")
@@ -29,7 +29,7 @@ _OF_SCALED = ("scaled_matmul", "plan")
 
 
 def check_tensor(op: str, name: str, value: object) -> None:
-    """TypeError unless `value` is a tensor."""
+    """Raises TypeError unless `value` is a tensor."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{op}: {name} is a {type(value).__name__}; it must be a torch.Tensor")
     if isinstance(value, torch.sparse.SparseSemiStructuredTensor):
@@ -67,7 +67,7 @@ def check_second(op: str, b: Any, takes_pair: bool) -> None:
 
 
 def check_not_packed(op: str, name: str, value: object, which: str = "the second operand") -> None:
-    """TypeError for a packed weight that is not the second operand, which messages call `which`."""
+    """Raises TypeError for a packed weight that is not the second operand; messages call it `which`."""
     if isinstance(value, PackedWeight):
         raise TypeError(
             f"{op}: {name} is a {type(value).__name__}; sparse and quantized weights must be {which}"
@@ -90,7 +90,7 @@ def moved(value: Any, a: Tensor) -> Any:
 
 
 def check_types(op: str, a: Tensor, b: Tensor) -> None:
-    """TypeError where the operands' types are not supported, or do not go together."""
+    """Raises TypeError if the operands' types are not supported, or do not go together."""
     first, second, _ = operand_names(op)
     for name, tensor in ((first, a), (second, b)):
         if tensor.dtype not in OUT_DTYPES:
@@ -104,7 +104,7 @@ def check_types(op: str, a: Tensor, b: Tensor) -> None:
 
 
 def check_kinds(op: str, a: ScaledTensor, b: ScaledTensor) -> None:
-    """ValueError for scales of blocks of two sizes."""
+    """Raises ValueError if the operands' scales are for blocks of different sizes."""
     first, second, _ = operand_names(op)
     if "1x32" in (a.kind, b.kind) and not {a.kind, b.kind}.isdisjoint(("1x128", "128x128")):
         raise ValueError(
@@ -114,7 +114,7 @@ def check_kinds(op: str, a: ScaledTensor, b: ScaledTensor) -> None:
 
 
 def check_scaled(op: str, a: Any, b: Any) -> None:
-    """TypeError or ValueError unless the operands of a scaled product go together."""
+    """Raises TypeError or ValueError unless the operands of a scaled product go together."""
     if op not in _OF_SCALED:
         first = operand_names(op)[0]
         raise TypeError(f"{op}: {first} is a ScaledTensor; multiply it by gemmery.scaled_matmul")
@@ -148,7 +148,7 @@ def check_scaled(op: str, a: Any, b: Any) -> None:
 
 
 def _check_sparse(op: str, a: ScaledTensor, b: SparseTensor) -> None:
-    """TypeError or ValueError unless a sparse weight's numbers and a's scales go together."""
+    """Raises TypeError or ValueError unless a sparse weight's numbers and a's scales go together."""
     if b.code != "e4m3":
         raise TypeError(
             f"{op}: b keeps elements of {b.code or b.dtype}; a sparse b must keep e4m3: "
@@ -161,7 +161,7 @@ def _check_sparse(op: str, a: ScaledTensor, b: SparseTensor) -> None:
 
 
 def check_not_fp8(op: str, a: Tensor, b: PackedWeight) -> None:
-    """TypeError for fp8 activations with a sparse weight of e4m3, which `scaled_matmul` multiplies."""
+    """Raises TypeError for fp8 activations with a sparse weight of e4m3, which are for `scaled_matmul`."""
     if a.dtype in FP8 and isinstance(b, SparseTensor) and b.code == "e4m3":
         first, second, _ = operand_names(op)
         raise TypeError(
@@ -171,7 +171,7 @@ def check_not_fp8(op: str, a: Tensor, b: PackedWeight) -> None:
 
 
 def result_dtype(op: str, dtype: torch.dtype, out_dtype: OutTypes) -> torch.dtype:
-    """The type of a bare product of operands of a type; TypeError for one that it can't be."""
+    """The type of a bare product of operands of a type; raises TypeError for an unsupported one."""
     allowed = OUT_DTYPES[dtype]
     if out_dtype is None:
         return allowed[0]
@@ -182,7 +182,7 @@ def result_dtype(op: str, dtype: torch.dtype, out_dtype: OutTypes) -> torch.dtyp
 
 
 def check_ranks(op: str, a: Tensor, b: Tensor) -> None:
-    """ValueError unless the operands have the dimensions that the operation asks for."""
+    """Raises ValueError unless the operands have the dimensions that the operation requires."""
     first, second, _ = operand_names(op)
     rank = _RANKS.get(op)
     if rank is not None:
@@ -194,7 +194,7 @@ def check_ranks(op: str, a: Tensor, b: Tensor) -> None:
 
 
 def check_matrices(op: str, a: Tensor, b: Tensor) -> None:
-    """ValueError for a vector, which only a plain product takes."""
+    """Raises ValueError for a vector, which only a plain product accepts."""
     if min(a.dim(), b.dim()) < 2:
         first, second, _ = operand_names(op)
         raise ValueError(
@@ -250,7 +250,7 @@ def check_device(op: str, name: str, tensor: Tensor, a: Tensor) -> None:
 
 
 def check(call: Call) -> None:
-    """ValueError or TypeError unless a call's tensors fit each other."""
+    """Raises ValueError or TypeError unless a call's tensors fit each other."""
     op, a, b = call.op, call.a.matrix, call.b.matrix
     _, second, third = operand_names(op)
     if call.options.precision not in PRECISIONS:
@@ -328,7 +328,7 @@ def input_name(call: Call, i: int) -> str:
 def dimensions(call: Call, i: int, tensor: Tensor, shape: tuple[int, ...]) -> tuple[str, ...]:
     """A tensor's dimensions by the product's names, or ValueError.
 
-    What belongs to groups of rows, (G, 1, columns), has those of one row.
+    Inputs for groups of rows, (G, 1, columns), have the names of a single row.
     """
     of_groups = call.a.is_ragged and tensor.dim() == len(shape) + 1 == 3
     if of_groups and tensor.shape[0] == call.a.matrix.shape[0] and tensor.shape[1] == 1:
@@ -337,11 +337,11 @@ def dimensions(call: Call, i: int, tensor: Tensor, shape: tuple[int, ...]) -> tu
         raise ValueError(f"{call.op}: {input_name(call, i)} is {tuple(tensor.shape)}; the product is {shape}")
     names: list[str] = []
     N = shape[-1]
-    # One of a pair of biases is as wide as half of the product, though that be one column.
+    # One of a pair of biases is as wide as half of the product, even if that is one column.
     half = call.biases == 2 and len(call.outer) <= i < call.lead
     for place in range(1, tensor.dim() + 1):
         size, full = tensor.shape[-place], shape[-place]
-        # A size that is the product's is that, though it be 1: rows of a batch may become rows of one matrix.
+        # A size equal to the product's counts as such, even if it is 1: rows of a batch may become rows of one matrix.
         if place == 1:
             # Compared one by one: under torch.compile sizes are symbols. One column is every column's before it is
             # one half of two.
@@ -365,10 +365,10 @@ def dimensions(call: Call, i: int, tensor: Tensor, shape: tuple[int, ...]) -> tu
 def check_out(
     call: Call, out: Tensor, found: tuple[tuple[int, ...], torch.dtype] | None, many: bool = False
 ) -> None:
-    """ValueError or TypeError unless a result can go to a tensor.
+    """Raises ValueError or TypeError unless a result can be written to a tensor.
 
     Args:
-        found: shape and type of the first result; None if it is no matrix.
+        found: shape and type of the first result; None if it is not a matrix.
         many: whether a tuple is returned.
     """
     op = call.op
@@ -387,20 +387,21 @@ def check_out(
 def may_be_sum(call: Call, out: Tensor) -> bool:
     """Whether the only addend of a product with a traced epilogue may be the output itself.
 
-    It is read where it is written, too. But kernels that store some elements of 16 bits twice would add to them twice.
+    Each element is read where it is written. But kernels that store some elements of 16 bits twice would add to them
+    twice.
     """
     stays = call.function is unchanged and not call.a.scatters
     return stays and call.biases == 1 == len(call.inputs) and out.dtype.itemsize > 2
 
 
 def check_scattered(call: Call, count: int) -> None:
-    """ValueError where rows of several results would go elsewhere: a kernel stores those of the first one alone."""
+    """Raises ValueError if rows of several results would be scattered: a kernel scatters only the first one."""
     if count > 1 and call.a.scatters:
         raise ValueError(f"{call.op}: scatter takes an epilogue with one result; this one returns {count}")
 
 
 def check_memory(call: Call, out: Tensor) -> None:
-    """ValueError if elements of `out` overlap one another, or something that goes in."""
+    """Raises ValueError if elements of `out` overlap one another or an input."""
     if overlaps_itself(out):
         raise ValueError(
             f"{call.op}: out has strides {out.stride()} for {tuple(out.shape)}: its elements overlap one another"

@@ -1,6 +1,6 @@
 """A product in code that torch.compile traces: the operator's arguments are made in code that the compiler follows.
 
-Imported there alone: what marks a function for the compiler imports the compiler.
+Imported only there, since marking a function for the compiler imports the compiler.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .spec import Call, Functions, Number, Options, unchanged
 if TYPE_CHECKING:
     from .sharded import Sharding
 
-#: What the compiler tells from another of its type, by its code. It does not see what a closure or defaults hold.
+#: Types whose values the compiler distinguishes by their code. It does not see values in a closure or in defaults.
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 _UNWATCHED = (
     "under torch.compile, {what} must be the result of gemmery.epilogue(f), created outside compiled code"
@@ -43,7 +43,7 @@ _UNWATCHED = (
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch has no types for it
 def held_name(given: str | Callable[..., Any], device: str) -> str:
-    """Under which name an operator in compiled code knows an epilogue; "" where torch has to compile the function.
+    """The name of an epilogue for an operator in compiled code; "" if torch has to compile the function.
 
     Args:
         given: a plain function, or the name of an Epilogue.
@@ -65,7 +65,7 @@ def held_name(given: str | Callable[..., Any], device: str) -> str:
     reason="weight_grad (of fuse_wgrad_accumulation=True) and sparse tensors are not compiled; use fullgraph=False"
 )  # type: ignore[untyped-decorator]
 def uncompiled(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A call that compiled code is interrupted for."""
+    """A call at which torch.compile breaks its graph."""
     return function(*args, **kwargs)
 
 
@@ -101,7 +101,7 @@ def _call(
     op: str, a: Any, b: Any, bias: Any, epilogue: Callable[..., Any] | None, args: Sequence[Any], options: Options,
     alpha: Number, beta: Number,
 ) -> Call:  # fmt: skip
-    """The call, with a function that torch.compile need not look at: the operator finds it by its name."""
+    """The call, with a function that torch.compile does not trace: the operator finds it by its name."""
     if isinstance(b, PackedWeight) and b.permutation is not None and a.shape[-1] == b.shape[-1]:
         a = a.index_select(-1, b.permutation)
     left, right = operands_of(op, a, b, epilogue is not None)
@@ -170,7 +170,7 @@ def _results(call: Call, epilogue: Callable[..., Any], product: Tensor) -> Any:
 
 
 class _Part(Operand):
-    """A part of a packed weight as the operator is given it: the compiler can't follow how such a weight is made."""
+    """A part of a packed weight as the operator takes it, since the compiler cannot trace its construction."""
 
     def __init__(self, whole: Operand, tensors: Sequence[Tensor], sizes: Sequence[int]) -> None:
         self.whole, self.tensors, self.own_sizes = whole, tuple(tensors), list(sizes)
@@ -220,7 +220,7 @@ class _Traced:
         given = self.epilogue.name if isinstance(self.epilogue, Epilogue) else self.epilogue
         shape = call.shape
         inputs = tuple([_outline(call, i, x) for i, x in enumerate(call.inputs)])
-        # An answer, where a comparison of symbols would be a symbol.
+        # A plain bool; a comparison of symbols would be a symbol.
         is_odd = False
         if shape[-1] % 2:
             is_odd = True
@@ -232,7 +232,7 @@ class _Traced:
 
 
 def _outline(call: Call, i: int, value: Any) -> Any:
-    """What decides what an epilogue does with an argument: of a tensor its dimensions and its type, not its sizes."""
+    """The properties of an argument that an epilogue may depend on: a tensor's dimensions and type, not its sizes."""
     if isinstance(value, Tensor):
         return dimensions(call, i, value, call.shape), value.dtype
     if value is None or isinstance(value, bool):
@@ -244,7 +244,7 @@ def _outline(call: Call, i: int, value: Any) -> Any:
 def behaviour_of(
     given: str | Callable[..., Any], dtype: torch.dtype, rank: int, is_odd: bool, halves: int, biases: int, inputs: Any
 ) -> str:  # fmt: skip
-    """See `sharded.behaviour`; the compiler has sizes that are symbols, for which others stand in.
+    """See `sharded.behaviour`. The compiler's sizes are symbols; fixed sizes replace them here.
 
     Args:
         given: a plain function, or the name of an Epilogue.

@@ -20,18 +20,18 @@ from .spec import Call
 
 
 def compute(call: Call, out: Tensor | None, key: Any = None) -> tuple[list[Tensor], bool]:
-    """The results of a checked call, and whether they are a tuple. No gradients are recorded, and no mode sees it.
+    """The results of a checked call, and whether they are a tuple. No gradients are recorded, and no mode is active.
 
     Args:
-        key: under which it is remembered, if it is.
+        key: the key under which it is remembered, if it is.
     """
     call = replace(call, b=call.b.loadable())
-    # Without a group, the rows that there may be lie behind all groups.
+    # If there is no group, all rows lie behind the groups.
     is_empty = 0 in call.shape or 0 in call.a.matrix.shape[:-2]
     if devices.current(call.device) is None or is_empty:
         if autocast_dtype(call.device) is None:
             return _by_reference(call, out)
-        # Operands have the type that autocast asks for. The reference widens them, which it would take back.
+        # Operands have the type that autocast asks for. The reference widens them, which autocast would undo.
         with torch.autocast(call.device.type, enabled=False):
             return _by_reference(call, out)
     call = call.ordered()
@@ -63,7 +63,7 @@ def inside(call: Call, out: Tensor | None = None) -> tuple[list[Tensor], bool]:
 
 def _by_reference(call: Call, out: Tensor | None) -> tuple[list[Tensor], bool]:
     call, by_rows = call.prologue_applied(), call.options.batch_invariant and call.dtype.is_floating_point
-    # Where there is no result, there is nothing to unpack.
+    # An empty result needs no unpacking.
     is_empty = 0 in call.shape and call.b.halves == 1
     b = DenseOperand(call.b.matrix) if is_empty else call.b
     if call.ready:

@@ -1,4 +1,4 @@
-"""A checked call that something in torch wants to see, outside the compiler: the operator, or two steps."""
+"""A checked call in eager mode that a part of torch has to see: as the operator, or in two steps."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def dispatched(call: Call, out: Tensor | None, key: Any = None) -> Any:
     """A checked call that something in torch wants to see, outside the compiler.
 
     Args:
-        key: under which a product of DTensors is remembered; None where it can't be.
+        key: the key under which a product of DTensors is remembered; None if it cannot be.
     """
     tensors = call.tensors
     check_forward_mode(call.op, tensors)
@@ -63,12 +63,12 @@ def dispatched(call: Call, out: Tensor | None, key: Any = None) -> Any:
 
 
 def runs_again(captured: Captured, device: torch.device) -> bool:
-    """Whether a gradient can run a function again: as it was, and in a kernel, which draws no random numbers."""
+    """Whether a gradient can run a function again: unchanged, and in a kernel without random numbers."""
     return captured.key is not None and devices.current(device) is not None
 
 
 def whole(call: Call, is_compiled: bool = False) -> Any:
-    """A call without a function of the user's, as one operator; written so that torch.compile can trace it."""
+    """A call without a user's function, as one operator; written so that torch.compile can trace it."""
     a, b, inputs = call.a, call.b, list(call.inputs)
     vector_a, vector_b = a.matrix.dim() == 1, b.matrix.dim() == 1
     if vector_a or vector_b:
@@ -92,8 +92,8 @@ def whole(call: Call, is_compiled: bool = False) -> Any:
 def unfused(call: Call) -> Any:
     """A product in two steps: the bare product, which is an operator, then the function, in torch.
 
-    The function runs once, as the user wrote it, and its gradient is torch's. Gradients go this way where there is no
-    kernel, where the function can't be run again as it was, and where torch.func differentiates.
+    The function runs once, as the user wrote it, and its gradient is torch's. Gradients are computed this way if there
+    is no kernel, if the function cannot be run again unchanged, and if torch.func differentiates.
     """
     call = call.prologue_applied()
     how, a = call.options._replace(out_dtype=call.wide), call.a.unscattered()

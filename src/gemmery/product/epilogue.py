@@ -18,15 +18,15 @@ from ..epilogues.trace import stand_ins
 from .check import dimensions
 from .spec import Call, OutTypes
 
-#: What results can be.
+#: The types that results can have.
 _NAMES = ", ".join(str(dtype).removeprefix("torch.") for dtype in TYPES)
 
 
 def program(call: Call) -> Program:
-    """The call's epilogue as a device function; traced when it is met for the first time.
+    """The call's epilogue as a device function, traced at its first use.
 
     Raises:
-        epilogues.Untraceable: it can't be part of a kernel.
+        epilogues.Untraceable: the function cannot be part of a kernel.
     """
     shape, key = call.shape, None
     if call.captured.key is not None:
@@ -59,7 +59,7 @@ def outputs_of(call: Call, product: Tensor, given: Sequence[Any] | None = None) 
 def types_of(
     results: Sequence[Tensor], product: Tensor, columns: Sequence[int] | None = None
 ) -> list[tuple[torch.dtype, bool]]:
-    """The types that a function left its results in, and which are matrices: not the product's reduced rows.
+    """The types of a function's results, and which of them are matrices and not the product's reduced rows.
 
     Args:
         columns: of the results of a wide product, where they are known. In a product of one column or two, the columns
@@ -90,16 +90,16 @@ def _columns_of_wide(call: Call) -> list[int] | None:
         except (RuntimeError, ValueError, TypeError, IndexError):
             return None  # it depends on the sizes
 
-    # In a thread of its own nothing that surrounds the call, such as a mode, takes part.
+    # In a separate thread, modes and the like around the call are not active.
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(columns).result()
 
 
 def output_types(call: Call, outputs: Sequence[tuple[torch.dtype, bool]]) -> list[torch.dtype]:
-    """The types of results, given those that the function leaves them in and which are matrices.
+    """The types of results, given those that the function returns, and which of them are matrices.
 
-    What is still in the accumulator's type becomes the type of a product, or the one that was asked for; reduced rows,
-    and what the function has cast, stay.
+    Matrices in the accumulator's type are cast to the type of a product, or to the requested one. Reduced rows, and
+    results that the function has cast, stay as they are.
     """
     if call.saves:
         return [*output_types(replace(call, saves=False), outputs[:-1]), call.dtype]
@@ -113,7 +113,7 @@ def kept_types(
     default: torch.dtype,
     out_dtype: OutTypes,
 ) -> list[torch.dtype]:
-    """The same for a product that was summed in one type, and is of another where no type is asked for."""
+    """The same for a product that was summed in one type and has another type by default."""
     asked = out_dtype if isinstance(out_dtype, tuple) else (out_dtype,) * len(outputs)
     if len(asked) != len(outputs):
         raise ValueError(f"{op}: out_dtype names {len(asked)} types; the epilogue returns {len(outputs)}")

@@ -1,4 +1,4 @@
-"""A call as an operator's arguments: tensors, sizes, numbers, and a text that says what they are (`Parsed`)."""
+"""A call as an operator's arguments: tensors, sizes, numbers, and a text that describes them (`Parsed`)."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Parsed:
     """The content of an operator's text.
 
     Attributes:
-        a, b: the operands, as `operands.rebuild` takes them, and how many of the tensors each has.
+        a, b: the operands, as `operands.rebuild` takes them, and the number of tensors of each.
         kinds: a letter for each input: t(ensor), f(loat), i(nt), N(one), T(rue) or F(alse).
-        biases: how many of the inputs are added first.
+        biases: the number of inputs that are added first.
         epilogue: the name of the function; "" for none.
         is_compiled: whether it comes from compiled code, which has no tensors of the function's closure.
         scaled: whether alpha and beta are the first numbers; else they are 1.
@@ -132,8 +132,8 @@ def held_by(d: Parsed) -> Any:
     """The function that an operator names as its epilogue.
 
     Raises:
-        ValueError: it is from compiled code and has tensors that the compiler does not know of.
-        RuntimeError: it is from compiled code, and a number of it has changed since.
+        ValueError: the function is from compiled code and has tensors that the compiler does not know.
+        RuntimeError: the function is from compiled code, and one of its numbers has changed since.
     """
     if not d.epilogue:
         return UNCHANGED
@@ -153,7 +153,7 @@ def arguments_of(
     """A call as an operator's arguments; written so that torch.compile can trace it.
 
     Args:
-        epilogue: the name of what is held of its function; "" for none.
+        epilogue: the name under which its function is held; "" for none.
         is_compiled: see `Parsed`.
     """
     tensors, numbers, kinds = flatten(call.inputs)

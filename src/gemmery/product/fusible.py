@@ -1,4 +1,4 @@
-"""Whether an epilogue can be part of a kernel, told without a GPU: when asked, and in a warning where torch runs it."""
+"""Tells without a GPU whether an epilogue can be part of a kernel: on request, and in a warning if torch runs it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from .epilogue import program
 from .prepare import check_fused
 from .spec import Call, Functions, Options
 
-#: Rows and columns of a product of which nothing is known. More columns than a tile has, so that a function that needs
-#: whole rows is not taken for one that always can be fused.
+#: Rows and columns of a product of unknown size. There are more columns than a tile has, so that a function that needs
+#: whole rows does not pass as one that can always be fused.
 _SIZE = 512
 #: The packages whose frames are not the user's.
 _PACKAGES = tuple(str(Path(str(x)).parent) + "/" for x in (Path(__file__).parent, torch.__file__))
-#: Functions that have been looked at, by `_identity`.
+#: Functions that have been examined, by `_identity`.
 _looked: dict[Any, bool] = {}
 
 
@@ -77,7 +77,7 @@ def check(
 
 
 def _shape(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """The shape that tensors broadcast to, with sizes where they have none."""
+    """The shape to which tensors broadcast, with default sizes where they have none."""
     try:
         known = torch.broadcast_shapes(*[x.shape for x in tensors])
     except RuntimeError as error:
@@ -97,7 +97,7 @@ def _checked(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def warn(call: Call) -> None:
-    """Warn once of an epilogue that torch has run here, and that a GPU could not fuse; it never fails."""
+    """Warn once about an epilogue that torch has run here and that a GPU could not fuse. Never raises an error."""
     # Whether halves of columns fit depends on the weight.
     key = _identity(call.function), type(call.b), call.shape[-1] % (2 * call.b.strip) == 0
     if key in _looked or 0 in call.shape:
@@ -105,7 +105,7 @@ def warn(call: Call) -> None:
     keep(_looked, key, True)
     try:
         check_fused(call, program(call))
-    except Exception as error:  # whatever it is, torch has computed the product
+    except Exception as error:  # torch has computed the product in any case
         level, frame = 1, sys._getframe()
         while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGES):
             level, frame = level + 1, frame.f_back
@@ -117,7 +117,7 @@ def warn(call: Call) -> None:
 
 
 def _identity(function: Any) -> Any:
-    """A key that functions of the same code share, whatever they take from outside."""
+    """A key that functions with the same code share, whatever their closures hold."""
     held: list[Any] = []
     _add_codes(function, held)
     return tuple(held)

@@ -1,7 +1,7 @@
 """Gradients of the operator, and gradients of these.
 
-What is saved for the backward pass: the tensors, and, where the epilogue's vector-Jacobian product needs it, the bare
-product in the operands' type, which the same kernel writes.
+Saved for the backward pass are the tensors and, if the epilogue's vector-Jacobian product needs it, the bare product
+in the operands' type, which the same kernel writes.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class _Saved:
                 f"{call.op}: no gradient for {call.dtype} operands, but one of the arguments requires it"
             )
         self.sizes, self.numbers, self.text, self.batch_invariant = flat
-        # Compiled kernels find the epilogue by its name as long as somebody holds it.
+        # Compiled kernels find the epilogue by its name as long as it is held.
         name = parsed(self.text).epilogue
         self.epilogue = named(name) if name else None
         self.addends = [(x.shape, x.dtype) for x in call.inputs] if call.ready else []
-        # Not with what autograd keeps, of which it may return a copy, and which must not change meanwhile.
+        # Not among the tensors that autograd keeps: it may return copies of those, and they must not change meanwhile.
         self.buffers = call.b.buffers
         self.ahead = len(call.a.tensors) + len(call.b.tensors) - len(self.buffers)
 
@@ -51,7 +51,7 @@ class _Saved:
         return [*kept[: self.ahead], *self.buffers, *kept[self.ahead :]]
 
     def call(self, tensors: Sequence[Tensor]) -> Call:
-        """The call again."""
+        """The call, rebuilt."""
         return call_of(tensors, self.sizes, self.numbers, self.text, self.batch_invariant)
 
 
@@ -62,9 +62,9 @@ def _gradients_of(
     """Gradients of a product's tensors.
 
     Args:
-        product: what was saved of it, if anything was.
-        grads: of its results, None for those that nothing depends on.
-        needs: which of the tensors' are needed.
+        product: the saved product, if it was saved.
+        grads: the gradients of its results, None for unused ones.
+        needs: which of the tensors' gradients are needed.
     """
     call = saved.call(tensors)
     of_matrices = slice(len(call.a.tensors), len(call.a.tensors) + len(saved.buffers))
@@ -88,7 +88,7 @@ def _gradients_of(
         places = [int(g is not None) for g in grads]
         inputs = tensors[of_a + of_b :]
         if any(wants and x.dim() < 3 for wants, x in zip(wanted, inputs, strict=True)):
-            # On rows behind all groups nothing depends; sums over groups leave them out anyway.
+            # Rows behind all groups are unused; sums over groups leave them out anyway.
             given = call.a.finished(given, is_scattered=False)
         of_product, *of_inputs = torch.ops.gemmery.product_backward(*flat, product, given, places, wanted)
     left = iter(of_inputs)
@@ -140,7 +140,7 @@ def plain_product(
 
 
 def _is_asked_for(node: Any) -> bool:
-    """Whether a backward pass computes the gradient of a node's tensor, which may require one that nobody asks for."""
+    """Whether a backward pass computes the gradient of a node's tensor. It may require one that is not asked for."""
     try:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:
@@ -183,7 +183,7 @@ torch.library.register_autograd("gemmery::product", _gradients, setup_context=_s
 
 
 class Product(torch.autograd.Function):
-    """A bare product as torch.func differentiates it: its gradients don't take what `register_autograd` makes."""
+    """A bare product as torch.func differentiates it, which does not use the results of `register_autograd`."""
 
     @staticmethod
     def forward(flat: Any, *tensors: Tensor) -> Tensor:  # noqa: D102
@@ -221,7 +221,7 @@ def _save_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
 
 
 def _gradients_backward(ctx: Any, of_results: list[Tensor | None]) -> tuple[Any, ...]:
-    """Of what the backward pass was given, by torch, which runs that pass again on the product of a and b."""
+    """Gradients of the backward pass's inputs, by torch, which runs that pass again on the product of a and b."""
     with torch.enable_grad():
         # Views: one of these tensors may have been computed from another, which must not count here.
         inputs = [x.view_as(x) for x in ctx.saved_tensors]
@@ -248,7 +248,7 @@ def _again(ctx: Any, tensors: Sequence[Tensor], grads: Sequence[Tensor]) -> list
 def _derivatives(
     results: Sequence[Tensor], inputs: Sequence[Tensor], of_results: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
-    """Gradients of inputs from those of results; None where there is none."""
+    """Gradients of inputs from those of results; None if an input has none."""
     asked = [i for i, x in enumerate(inputs) if x.requires_grad]
     pairs = [(y, g) for y, g in zip(results, of_results, strict=True) if g is not None and y.requires_grad]
     if not pairs or not asked:

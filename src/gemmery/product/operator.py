@@ -2,7 +2,7 @@
 
 It is registered with `torch.library.Library`, which costs less a call than `custom_op`. Fake implementations give
 shapes and types to torch.compile and export. Its gradients are in `gradients`, and `torch.vmap` of it in `vmap`. Eager
-inference goes past all of this, see `run`.
+inference bypasses all of this, see `run`.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ LIBRARY.define(
 
 
 def _results(call: Call, name: str, save: bool, compute: Any) -> list[Tensor]:
-    """A call's results, and with `save` what is saved of the product behind them: nothing where it is not needed.
+    """A call's results, and with `save` the saved product: nothing if it is not needed.
 
     Args:
-        compute: what computes a call: its results, and whether they are a tuple.
+        compute: computes a call's results, and whether they are a tuple.
     """
     if not name:
         made, _ = compute(call)
         return [*made, call.a.matrix.new_empty(0)] if save else made
     saves = save and vjp.needs_product(call)
     made, many = compute(replace(call, saves=saves))
-    # For those who come from outside the compiler, and know the epilogue.
+    # For calls from outside the compiler, which have the epilogue.
     named(name).many = many and not (saves and len(made) == 2 and not many)
     if len(made) == 1 + saves and many and is_compiling():
         raise ValueError("epilogue: under torch.compile, return the tensor itself, not a tuple of one")
@@ -74,7 +74,7 @@ def _product_fake(*arguments: Any) -> list[Tensor]:
     like = call.a.matrix.new_empty(call.shape, dtype=call.summed)
 
     def fakes(call: Call) -> tuple[list[Tensor], bool]:
-        # In a thread of its own torch dispatches as it does for users, whose functions may use torch.func.
+        # In a separate thread, torch dispatches as for users, whose functions may use torch.func.
         with ThreadPoolExecutor(1) as thread:
             made, many = thread.submit(_outputs_of, call, like).result()
         return [x.new_empty(x.shape) for x in made], many
@@ -127,7 +127,7 @@ def _product_backward_fake(*arguments: Any) -> list[Tensor]:
 
 
 def placed(grads: Sequence[Tensor], given: Sequence[int]) -> list[Tensor | None]:
-    """Gradients of all results, None for those that nothing depends on."""
+    """Gradients of all results, None for unused ones."""
     left = iter(grads)
     return [next(left) if there else None for there in given]
 

@@ -1,4 +1,4 @@
-"""From a call to what runs it: its problem, its plan, compiled, and where its tensors go."""
+"""From a call to its launch: its problem, its compiled plan, and the places of its tensors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .spec import Call
 
 
 def prepare(call: Call, out: Tensor | None) -> Known:
-    """The launch of a call, which is checked and for which there is a kernel. Nothing is launched."""
+    """The launch of a checked call for which there is a kernel. Nothing is launched."""
     return _ready(call, out) if call.ready else _traced(call, out)
 
 
@@ -85,7 +85,7 @@ def problem_of_ready(call: Call, out: Tensor, addend: Tensor | None) -> tuple[Pr
 
 
 def _extents(values: Sequence[Any]) -> tuple[tuple[int, int], ...]:
-    """See `Known.extents`; what is empty overlaps nothing."""
+    """See `Known.extents`; empty tensors overlap nothing."""
     sizes = [extent_bytes(x) if isinstance(x, Tensor) else 0 for x in values]
     return tuple([(i, size) for i, size in enumerate(sizes) if size])
 
@@ -151,7 +151,7 @@ def problem_of_traced(call: Call, results: Results, tensors: list[Any], device: 
     """The problem of a product with a traced epilogue, on a device.
 
     Args:
-        tensors: what `Results.allocate` made.
+        tensors: the results of `Results.allocate`.
     """
     made = results.program
     extras = results.widths(results.extras(call.given, tensors))
@@ -180,7 +180,7 @@ def _places(call: Call, results: Results) -> tuple[tuple[int, ...], tuple[int, .
 
 
 def check_fused(call: Call, made: Program) -> None:
-    """ValueError for an epilogue that can be traced, and that no kernel has with these operands and options."""
+    """Raises ValueError for a traceable epilogue if no kernel supports it with these operands and options."""
     _check_invariant(call, made)
     _check_pairing(call, made)
 
@@ -194,7 +194,7 @@ def _check_invariant(call: Call, made: Program) -> None:
 
 
 def _check_pairing(call: Call, made: Program) -> None:
-    """ValueError for halves of columns that the epilogue's kernel can't read."""
+    """Raises ValueError for halves of columns that the epilogue's kernel cannot read."""
     name = operand_names(call.op)[1]
     if made.paired and call.shape[-1] % (2 * call.b.strip) and call.b.is_packed:
         raise ValueError(

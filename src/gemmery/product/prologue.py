@@ -1,7 +1,6 @@
 """The prologue: a torch function of A that runs on each tile as it is loaded.
 
-The function is traced and lowered as an epilogue is, over (M, K) in the place of (M, N), and becomes part of A's
-loader.
+The function is traced and lowered like an epilogue, over (M, K) instead of (M, N), and becomes part of A's loader.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class Prologue:
     Attributes:
         op: the product's name, for messages.
         function: the user's.
-        captured: what it is, and the tensors that it takes from outside.
+        captured: its identity, and the tensors in its closure.
         inputs: its arguments after the factor, those tensors behind them; plain Python values among them.
     """
 
@@ -48,7 +47,7 @@ class Prologue:
         """The function's result on the whole factor, in the factor's type.
 
         Raises:
-            ValueError: it is no tensor of the factor's shape.
+            ValueError: the result is not a tensor of the factor's shape.
         """
         own = len(self.inputs) - self.captured.count
         made = self.function(a.to(accumulator(a.dtype)), *self.inputs[:own])
@@ -63,7 +62,7 @@ class Prologue:
         """The function as a device function.
 
         Raises:
-            epilogues.Untraceable: it can't be part of a kernel.
+            epilogues.Untraceable: the function cannot be part of a kernel.
         """
         key = None if self.captured.key is None else ("prologue", self.captured.key)
 
@@ -91,7 +90,7 @@ def make(op: str, a: Tensor, function: Any, args: Sequence[Any]) -> Prologue:
 
     Raises:
         ValueError: shapes or devices do not fit.
-        TypeError: a factor of integers, or an argument of no kind that a kernel can take.
+        TypeError: the factor has integers, or an argument is of a kind that kernels do not accept.
     """
     if isinstance(args, Tensor) or not isinstance(args, tuple | list):
         raise TypeError(

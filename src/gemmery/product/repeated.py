@@ -1,8 +1,8 @@
-"""Products of DTensors that look like one before: each rank's parts are a product at once.
+"""Products of DTensors that look like an earlier one: the product of each rank's parts is computed at once.
 
-Where nothing had to be redistributed and no gradient is recorded, all that a call has in common with one before is
-kept: that it can be sharded so, and how its results are placed. What is left is the product of the local tensors, which
-comes in at the door as any other.
+If nothing had to be redistributed and no gradient is recorded, the sharding of a call and the placements of its
+results are kept for later calls like it. Then only the product of the local tensors remains, which is a product like
+any other.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from .spec import Call, Functions
 
 @dataclass(frozen=True, slots=True)
 class Repeated:
-    """What calls that look alike have in common.
+    """The common properties of calls that look alike.
 
     Attributes:
-        specs: torch's, of the results.
+        specs: torch's specs of the results.
         many: whether they are a tuple.
         adds: whether this rank adds biases; another one adds zeros to its part of a sum.
         shape: of the part of a packed weight.
-        meshes: those of what goes in, which a key has by their identity, so that they must live as long as it.
+        meshes: the meshes of the inputs. A key has their ids, so they must live as long as the key.
     """
 
     specs: tuple[Any, ...]
@@ -48,7 +48,7 @@ find = _known.get
 
 
 def look(given: Sequence[Any], grad: bool) -> list[Any] | None:
-    """What of the values of a call decides how it is sharded; None where it has to be looked at anew.
+    """The properties of a call's values that decide its sharding; None if it has to be examined anew.
 
     Args:
         grad: whether gradients are recorded.
@@ -93,10 +93,10 @@ def again(
     known: Repeated, product: Callable[..., Any], op: str, a: Any, b: Any, bias: Any, functions: Functions,
     options: Any, scalars: Any,
 ) -> Any:  # fmt: skip
-    """The results of a call like one before.
+    """The results of a call like an earlier one.
 
     Args:
-        product: the door; see `run.product`, which has the other arguments.
+        product: `run.product`, which has the other arguments.
     """
     with torch.no_grad():
         added = _part(bias, ())

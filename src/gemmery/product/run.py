@@ -1,8 +1,8 @@
-"""The door: every product comes in here, and goes the way that it has to go.
+"""The entry of every product, which chooses how it runs.
 
-In eager inference a call that was seen before is launched at once (`cache`). Another one becomes a `Call`, which is
-checked, prepared, launched and remembered. Under torch.compile, with gradients, inside a mode or a transform and with
-subclasses of tensors, a product is the operator `torch.ops.gemmery.product`, whose implementation comes back here.
+In eager inference, a call that was seen before is launched at once (`cache`). A new one becomes a `Call`, which is
+checked, prepared, launched and remembered. Under torch.compile, with gradients, inside a mode or a transform, and with
+subclasses of tensors, a product is the operator `torch.ops.gemmery.product`, whose implementation returns here.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from .shape import OF_WEIGHTS
 from .spec import ONES, Call, Functions, Number, Options, scalars_of
 
 _HELD = (Epilogue, Held)
-#: First operands that are a matrix and more.
+#: First operands that have more than a matrix.
 _SPREAD = (Groups, SummedOver, ArrivingRows)
 
 
@@ -77,11 +77,11 @@ def product(
         return compiled(op, a, b, bias, Functions(*functions), out, Options(*options), *scalars)
     epilogue, _, prologue, _ = functions
     if epilogue is not None and type(epilogue) not in _HELD:
-        # A function that was met before is the epilogue that it was then.
+        # A known function stands for the same epilogue as before.
         epilogue = memoised(epilogue)
         functions = (epilogue, *functions[1:])
     if options[-1] is not None and not isinstance(options[-1], str):
-        # A string is as good a key, and parsing it at every call would take longer than the call.
+        # A string is as good a key. To parse it in every call would take longer than the call.
         options = (*options[:-1], Config.of(options[-1]))
     key = None
     if not (
@@ -101,9 +101,9 @@ def product(
             given.append(out)
         looked = None if number is None else cache.look(given, is_grad_enabled())
         if looked is None and number is not None and (is_blocks(b) or is_blocks(a)):
-            # Met behind the others, for whom a look at the layout would take time.
+            # Checked last, since a look at the layout would take time in all other cases.
             if is_followed():
-                # The compiler fails on what is made of sparse tensors.
+                # The compiler fails on objects that contain sparse tensors.
                 from .compiled import uncompiled
 
                 return uncompiled(product, op, a, b, bias, functions, out, options, scalars)
@@ -114,7 +114,7 @@ def product(
             scaling = None if scalars is ONES else _kind_of(scalars)
             key = (op, number, form, bias is None, out is None, options, scaling, *looks)
             known = cache.find(key)
-            # Without an argument it is asked for CUDA, in a third of the time.
+            # Without an argument it means CUDA, and takes a third of the time.
             if known is not None and (
                 out is not None
                 or not (is_autocast_enabled() if looks[-1] >= 0 else is_autocast_enabled("cpu"))
@@ -134,7 +134,7 @@ def _kind_of(scalars: tuple[Number, Number]) -> Any:
 
 
 def _parts(a: Any, b: Any) -> tuple[list[Any], Any]:
-    """The values of operands that are not both plain matrices, as `Call.values` has them, and what else tells them."""
+    """The values of operands that are not both plain matrices, as in `Call.values`, and the rest of their key."""
     if type(a) is Groups:
         given, form = _parts(a.matrix, b)
         own = 1
@@ -181,7 +181,7 @@ def _parts(a: Any, b: Any) -> tuple[list[Any], Any]:
 
 
 def _with_blocks(op: str, a: Any, b: Any, given: list[Any]) -> Any:
-    """Put the values of a block-sparse operand in its place, and return what else tells it; None if it is new."""
+    """Put the values of a block-sparse operand in its place, and return the rest of its key; None if it is new."""
     is_b = is_blocks(b)
     x = b if is_b else a
     stored = known(x)
@@ -194,9 +194,9 @@ def _with_blocks(op: str, a: Any, b: Any, given: list[Any]) -> Any:
 
 
 def _add_functions(given: list[Any], functions: tuple[Any, ...], bias: Any) -> Any:
-    """Add what the functions are given, and biases, to a call's values; None for functions that can't be known.
+    """Add the arguments of the functions, and biases, to a call's values; None for functions without a key.
 
-    Returns what tells the functions from others.
+    Returns the key of the functions.
     """
     epilogue, args, prologue, prologue_args = functions
     number: Any = (0, None)
@@ -223,17 +223,17 @@ def _add_functions(given: list[Any], functions: tuple[Any, ...], bias: Any) -> A
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A call that is met for the first time, or that torch wants to see
+# A call that is new, or that a part of torch has to see
 
 
 def _first(
     op: str, a: Any, b: Any, bias: Any, functions: Functions, out: Tensor | None, options: Options, alpha: Number,
     beta: Number, key: Any,
 ) -> Any:  # fmt: skip
-    """A call that is not known.
+    """A call that is not in the cache.
 
     Args:
-        key: under which it is remembered; None where it can't be.
+        key: the key under which it is remembered; None if it cannot be.
     """
     if is_sharded([x.data if isinstance(x, ScaledTensor) else x for x in (a, b)]):
         if is_inference_mode_enabled():
@@ -267,7 +267,7 @@ def _first(
 def _key_of_parts(
     op: str, a: Any, b: Any, bias: Any, functions: Functions, options: Options, scalars: tuple[Number, Number]
 ) -> Any:
-    """What tells a product of DTensors from others; None where it has to be looked at anew."""
+    """The key of a product of DTensors; None if it has to be examined anew."""
     from .repeated import look
 
     if not isinstance(a, Tensor) or functions.prologue is not None:
@@ -297,7 +297,7 @@ def checked(
         check_not_packed(op, "out", out)
     if options.config is not None:
         Config.of(options.config)  # an invalid one is an error, whether a kernel runs or not
-    # Rows of groups are no ScaledTensor themselves, and a sparse weight of fp8 has no scales of its own.
+    # Rows of groups are not a ScaledTensor, and a sparse weight of fp8 has no scales.
     is_scaled = isinstance(a, ScaledTensor) or isinstance(b, ScaledTensor)
     if options.out_dtype is None and isinstance(out, Tensor) and (functions.epilogue is None or is_scaled):
         options = options._replace(out_dtype=out.dtype)
@@ -307,7 +307,7 @@ def checked(
         call = lowered(call, dtype)
     check(call)
     if functions.epilogue is None and not is_scaled:
-        # What a product can be without an epilogue.
+        # The types that a product can have without an epilogue.
         result_dtype(op, call.dtype, options.out_dtype)
     return call
 
@@ -331,7 +331,7 @@ def _of_vector(
 def plan(
     op: str, a: Any, b: Any, bias: Any, functions: Functions, out: Tensor | None, options: Options
 ) -> Plan | None:
-    """The plan that `product` launches with these arguments; None where it launches nothing."""
+    """The plan that `product` launches with these arguments; None if it launches nothing."""
     call = checked(op, a, b, bias, functions, out, options)
     if is_sharded(call.tensors):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Whether something in torch wants to see a call: the compiler, autograd, a mode, a transform, a subclass."""
+"""Whether a part of torch has to see a call: the compiler, autograd, a mode, a transform or a subclass."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _AUTOCAST_DEVICES = ("cpu", "cuda")
 
 
 def needs_dispatcher(tensors: Iterable[Tensor | None], *, records: bool = True) -> bool:
-    """Whether something in torch wants to see a call with these tensors.
+    """Whether a part of torch has to see a call with these tensors.
 
     Args:
         records: whether that is so where autograd records the call, and nothing else wants to see it.
@@ -34,23 +34,23 @@ def needs_dispatcher(tensors: Iterable[Tensor | None], *, records: bool = True) 
 
 
 def wants_gradient(tensors: Iterable[Tensor]) -> bool:
-    """Whether gradients are recorded of a call with these tensors."""
+    """Whether gradients are recorded for a call with these tensors."""
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 def is_followed() -> bool:
-    """Whether the compiler looks at each function that Python runs: it does so where its graph is interrupted."""
+    """Whether the compiler examines each function that Python runs, as it does at a graph break."""
     compiler = sys.modules.get("torch._C._dynamo.eval_frame") if "torch._dynamo" in sys.modules else None
     return compiler is not None and callable(compiler.get_eval_frame_callback())
 
 
 def in_transform() -> bool:
-    """Whether a transform of torch.func is to see an operator; the compiler follows these by itself."""
+    """Whether a transform of torch.func has to see an operator. The compiler traces these by itself."""
     return not is_compiling() and _are_functorch_transforms_active()
 
 
 def is_differentiated() -> bool:
-    """Whether torch.func differentiates what is called, at whatever level: it takes bare products."""
+    """Whether torch.func differentiates the call, at any level; it needs bare products."""
     if not in_transform():
         return False
     from torch._C._functorch import TransformType
@@ -67,7 +67,7 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 def check_forward_mode(op: str, tensors: Iterable[Tensor | None]) -> None:
-    """Forward-mode derivatives are not there: say so, and never return a product without its tangent."""
+    """Raises an error for forward-mode derivatives, which are not supported, instead of dropping the tangent."""
     if forward_ad._current_level < 0 or is_compiling():
         return
     for tensor in tensors:

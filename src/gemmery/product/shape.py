@@ -1,4 +1,4 @@
-"""The shape of a product, by torch.matmul's rules, and what its user calls the operands."""
+"""The shape of a product, by torch.matmul's rules, and the user's names for the operands."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def operand_names(op: str) -> tuple[str, str, str]:
 
 
 def result_shape(op: str, a: Tensor, b: Tensor, packed: bool = False) -> tuple[int, ...]:
-    """The shape of `a @ b`; ValueError where they do not fit.
+    """The shape of `a @ b`; raises ValueError if they do not fit.
 
     Args:
         packed: whether b stands for the transpose of a packed weight.

@@ -1,10 +1,10 @@
-"""Products of DTensors: each rank computes its part of the product from its parts of what goes in.
+"""Products of DTensors: each rank computes its part of the product from its parts of the inputs.
 
 For each dimension of the device mesh, one dimension of the product is sharded: rows (M), columns (N), a batch
-dimension, the sum (K), or none. The placements of the second operand decide which, then those of the first. All that
-goes in is redistributed to go with it, each rank runs the product of its local tensors as any other one, and the
-results become DTensors. Both steps are differentiable, so that the gradients are those of the local product, and
-torch.compile traces all of this.
+dimension, the sum (K), or none. The placements of the second operand decide which, then those of the first. All inputs
+are redistributed to match, each rank computes the product of its local tensors like any other, and the results become
+DTensors. Both steps are differentiable, so that the gradients are those of the local product, and torch.compile traces
+all of this.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from .epilogue import program
 from .shape import operand_names
 from .spec import Call, unchanged
 
-#: What a user can do about an epilogue that can't run on parts of a product.
+#: Advice for users whose epilogue cannot run on parts of a product.
 _INSTEAD = "redistribute {what} to Replicate(), or apply the function to the result"
 
 
 def placed(axes: tuple[str, ...], roles: Sequence[str]) -> list[Placement]:
-    """How a tensor goes with a sharded product.
+    """How a tensor is placed for a sharded product.
 
     Args:
-        axes: which dimensions of the product its own are; see `Operand.axes`.
+        axes: the dimension of the product for each of its dimensions; see `Operand.axes`.
         roles: for each dimension of the mesh, which one is sharded; "" for none.
     """
     return [Shard(axes.index(role)) if role and role in axes else Replicate() for role in roles]
@@ -63,11 +63,11 @@ class Sharding:
     axes: tuple[tuple[str, ...], ...]
 
     def wanted(self, i: int) -> list[Placement]:
-        """How one of the call's tensors is to be placed."""
+        """The required placements of one of the call's tensors."""
         return placed(self.axes[i], self.roles)
 
     def of_gradient(self, i: int) -> list[Placement]:
-        """How the gradient of a local tensor is placed: on each rank it is that of the rank's part of the product."""
+        """The placements of a local tensor's gradient: each rank has that of its part of the product."""
         own = placed(self.axes[i], self.roles)
         return [
             x if isinstance(x, Shard) or role in ("", "K") else Partial()
@@ -75,14 +75,14 @@ class Sharding:
         ]
 
     def of_result(self) -> list[Placement]:
-        """How results are placed: what is sharded and no dimension of theirs is summed over."""
+        """The placements of results. A sharded dimension that results do not have is summed over."""
         return [
             Shard(self.names.index(role)) if role in self.names else Partial() if role else Replicate()
             for role in self.roles
         ]
 
     def summed(self) -> Sharding:
-        """The same behind the sum, of which all ranks have the whole."""
+        """The same after the sum, which all ranks have as a whole."""
         return replace(self, roles=tuple(["" if role == "K" else role for role in self.roles]))
 
 
@@ -90,7 +90,7 @@ class Ways(Protocol):
     """How local products are computed: in eager mode, or in code that torch.compile traces."""
 
     def part(self, operand: Operand, tensors: Sequence[Tensor], sizes: Sequence[int]) -> Operand:
-        """An operand of a rank's parts of another one's tensors, with `sizes` in place of its own."""
+        """An operand made of a rank's parts of another operand's tensors, with `sizes` instead of its own."""
 
     def run(self, call: Call) -> Any:
         """The results of a call with local tensors."""
@@ -105,7 +105,7 @@ class Ways(Protocol):
         """See `behaviour`; "" for a call without a function."""
 
     def remember(self, call: Call, how: Sharding, results: Sequence[Tensor], many: bool) -> None:
-        """Keep how a call whose results are those of local products was sharded."""
+        """Keep the sharding of a call whose results are those of local products."""
 
 
 def sharded(call: Call, ways: Ways) -> Any:
@@ -158,7 +158,7 @@ def _mesh(call: Call) -> DeviceMesh:
 
 
 def mesh_of(op: str, named: Sequence[tuple[str, Tensor]]) -> DeviceMesh:
-    """The mesh of tensors with their names, of which one at least is a DTensor.
+    """The mesh of tensors with their names; at least one of them is a DTensor.
 
     Raises:
         TypeError: another one is a plain tensor, and not a number.
@@ -238,7 +238,7 @@ def _role(tensors: Sequence[Tensor], axes: Sequence[tuple[str, ...]], i: int) ->
 
 
 def behaviour(call: Call) -> str:
-    """What an epilogue does with the product: "elementwise", "halves", or in words why it needs the whole product."""
+    """How an epilogue uses the product: "elementwise", "halves", or in words why it needs the whole product."""
     try:
         made = program(call)
     except Untraceable as error:
@@ -255,7 +255,7 @@ def behaviour(call: Call) -> str:
 
 
 def check_epilogue(call: Call, how: Sharding, does: str) -> None:
-    """ValueError where an epilogue can't run on parts of the product as these are.
+    """Raises ValueError if an epilogue cannot run on these parts of the product.
 
     Args:
         does: see `behaviour`.
@@ -293,7 +293,7 @@ def _text(roles: Sequence[str]) -> str:
 
 
 def check_parts(name: str, operand: Operand, mesh: DeviceMesh, roles: Sequence[str]) -> None:
-    """ValueError where a packed second operand can't be cut into the parts.
+    """Raises ValueError if a packed second operand cannot be cut into the parts.
 
     Args:
         name: what messages call it.
@@ -310,7 +310,7 @@ def check_parts(name: str, operand: Operand, mesh: DeviceMesh, roles: Sequence[s
 
 
 def parts_of(mesh: DeviceMesh, roles: Sequence[str], role: str) -> int:
-    """Into how many parts a dimension of a product is cut."""
+    """The number of parts into which a dimension of a product is cut."""
     # A list: the compiler can't follow a generator here.
     return math.prod([mesh.size(i) for i, each in enumerate(roles) if each == role])
 
@@ -328,7 +328,7 @@ def local_tensors(call: Call, how: Sharding, adds_once: bool) -> list[Tensor]:
     """Each rank's parts of the call's tensors.
 
     Args:
-        adds_once: whether what is added to a part of the sum is added on one rank, and 0 on the others.
+        adds_once: whether addends of a partial sum are added on one rank, and zeros on the others.
     """
     operands = len(call.a.tensors) + len(call.b.tensors)
     found = []
@@ -341,17 +341,17 @@ def local_tensors(call: Call, how: Sharding, adds_once: bool) -> list[Tensor]:
 
 
 def adds_here(how: Sharding) -> bool:
-    """Whether this rank adds what is added once to a sum of which each rank has a part."""
+    """Whether this is the rank that adds the addends to its partial sum."""
     at = how.mesh.get_coordinate()
     assert at is not None
     return all([at[i] == 0 for i, role in enumerate(how.roles) if role == "K"])
 
 
 def to_local(x: Tensor, wanted: list[Placement], of_gradient: list[Placement]) -> Tensor:
-    """A rank's part of a tensor that is placed as wanted.
+    """A rank's part of a tensor with the required placements.
 
     Args:
-        of_gradient: how the gradients of the parts are placed.
+        of_gradient: the placements of the parts' gradients.
     """
     if not isinstance(x, DTensor):
         return x  # a number
@@ -366,7 +366,7 @@ def to_local(x: Tensor, wanted: list[Placement], of_gradient: list[Placement]) -
 
 
 def from_local(x: Tensor, mesh: DeviceMesh, placements: list[Placement], shape: tuple[int, ...]) -> Tensor:
-    """A rank's part as a DTensor of a shape, of which the parts may differ in size."""
+    """A rank's part as a DTensor of a shape. Parts may differ in size."""
     if is_compiling():
         return _made(x, mesh, placements, shape)
     # To parts of a sum the gradient is that of the sum.
@@ -385,9 +385,9 @@ def _made(x: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: t
 
 
 class _Moved(torch.autograd.Function):
-    """A DTensor that is placed in another way, with derivatives of all orders.
+    """A DTensor with other placements, with derivatives of all orders.
 
-    `redistribute` has no second derivatives in torch 2.11: there, they are without what went through it.
+    `redistribute` has no second derivatives in torch 2.11: they lack the part that passes through it.
     """
 
     @staticmethod
@@ -408,7 +408,7 @@ class _Moved(torch.autograd.Function):
 class _Part(torch.autograd.Function):
     """A DTensor's local tensor. Its gradient is a `_Whole`, whose gradient is this again, so that all orders are right.
 
-    `to_local` and `from_local` of torch do not tell how second derivatives of partial sums are placed.
+    torch's `to_local` and `from_local` do not handle the placements of partial sums' second derivatives.
     """
 
     @staticmethod
@@ -451,7 +451,7 @@ class _Whole(torch.autograd.Function):
 
 
 class _Once(torch.autograd.Function):
-    """What is added to a sum of which each rank has a part: itself on one rank, 0 on the others."""
+    """An addend of a sum of which each rank has a part: the addend on one rank, 0 on the others."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, is_first: bool) -> Tensor:
@@ -490,7 +490,7 @@ def _local(call: Call, how: Sharding, ways: Ways, adds_once: bool = False) -> Ca
 
 
 def _behind_sum(call: Call, how: Sharding, ways: Ways) -> Any:
-    """The results of an epilogue of a sum of which each rank has a part: the parts are added, then it runs in torch."""
+    """The results of an epilogue if each rank has a partial sum: the parts are added, then it runs in torch."""
     local = _local(call, how, ways)
     options = local.options._replace(out_dtype=call.wide)
     products = [

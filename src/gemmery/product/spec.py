@@ -1,4 +1,4 @@
-"""A product as it is asked for: operands, what happens behind them, and how it is to be computed."""
+"""The description of a product: its operands, its epilogue, and options of its computation."""
 
 from __future__ import annotations
 
@@ -63,16 +63,16 @@ class Call:
     """A product as it is asked for.
 
     Attributes:
-        op: what its user calls it, for messages.
+        op: the user's name for it, for messages.
         a, b: the operands, (..., M, K) and (..., K, N).
         function: the epilogue.
-        captured: what it is, and the tensors that it takes from outside.
+        captured: its identity, and the tensors in its closure.
         inputs: biases, the function's arguments after the product, those tensors; plain Python values among them.
         biases: how many of them are added to the product before the function sees it: 2, side by side, or fewer.
-        options: how it is computed; `out_dtype` is the type that is asked for.
+        options: options of its computation; `out_dtype` is the requested type.
         alpha, beta: numbers by which the product and the bias are multiplied.
-        ready: whether no function of the user's is behind the product, so that a ready-made epilogue does.
-        outer: what multiplies rows and columns of the product before anything else happens to them.
+        ready: whether the product has no user's function, so that a ready-made epilogue is enough.
+        outer: factors by which rows and columns of the product are multiplied first.
         saves: whether the product that the function sees is a last result, in the operands' type, for the gradient.
     """
 
@@ -97,7 +97,7 @@ class Call:
 
     @property
     def device(self) -> torch.device:
-        """Where it is computed."""
+        """The device on which it is computed."""
         return self.a.matrix.device
 
     @property
@@ -107,7 +107,7 @@ class Call:
 
     @property
     def wide(self) -> torch.dtype:
-        """The type of what the function is given first: scales of rows and columns make float32 of integers."""
+        """The type of the function's first argument: scales of rows and columns turn integers into float32."""
         return torch.float32 if self.outer else self.summed
 
     @property
@@ -117,7 +117,7 @@ class Call:
 
     @property
     def lead(self) -> int:
-        """The number of those that come before the function's own."""
+        """The number of inputs before the function's own arguments."""
         return len(self.outer) + self.biases
 
     @property
@@ -127,7 +127,7 @@ class Call:
 
     @property
     def does_nothing(self) -> bool:
-        """Whether nothing happens to the product, but what belongs to the operands."""
+        """Whether nothing is applied to the product, except for the operands' scales."""
         return self.function is unchanged and not self.biases and self.alpha == 1
 
     @property
@@ -138,16 +138,16 @@ class Call:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that goes in."""
+        """All inputs."""
         return [*self.a.tensors, *self.b.tensors, *[x for x in self.inputs if isinstance(x, Tensor)]]
 
     @property
     def values(self) -> tuple[Any, ...]:
-        """All that tells this call from others like it, in the order in which `cache.look` meets it."""
+        """The key of this call among others like it, in the order in which `cache.look` builds it."""
         return *self.a.values, *self.b.values, *self.inputs
 
     def ordered(self) -> Call:
-        """The same with the half first that comes first in memory, as kernels want it."""
+        """The same, with the half first that comes first in memory, as kernels require."""
         return replace(self, b=self.b.ordered()) if self.b.halves > 1 else self
 
     def prologue_applied(self) -> Call:
@@ -163,8 +163,8 @@ class Call:
 
         Args:
             given: as the attribute.
-            rebuilt: run the function as it was captured, with the last inputs in the place of its tensors; otherwise
-                as it is now.
+            rebuilt: whether to run the function as it was captured, with the last inputs instead of its tensors, and
+                not as it is now.
         """
         own = len(given) - self.captured.count
         function, values = self.function, [self.a.of_rows(x) for x in given[:own]]

@@ -1,4 +1,4 @@
-"""The backward pass of an epilogue: its vector-Jacobian product, traced as the epilogue itself is.
+"""The backward pass of an epilogue: its vector-Jacobian product, traced like the epilogue itself.
 
 The gradient of the product, and of the epilogue's arguments, is an elementwise function of the gradients that come in,
 of the product and of the arguments. It runs as one kernel over blocks of memory (`kernels.pointwise`), from the same
@@ -36,7 +36,7 @@ _needs: dict[Any, bool] = {}
 
 
 def needs_product(call: Call) -> bool:
-    """Whether the backward pass of a call looks at the product; if not, it need not be saved."""
+    """Whether the backward pass of a call reads the product. Otherwise it need not be saved."""
     call, shape = call.without_bias(), call.shape
     dims = [
         dimensions(call, i, x, shape) if isinstance(x, Tensor) else None for i, x in enumerate(call.inputs)
@@ -57,7 +57,7 @@ def needs_product(call: Call) -> bool:
         )
         if key in _needs:
             return _needs[key]
-    # What is looked at does not depend on sizes.
+    # The tensors that are read do not depend on sizes.
     with ThreadPoolExecutor(1) as thread:
         needed = thread.submit(_looks_at_product, call, dims, stand_ins(len(shape), odd)[0]).result()
     return needed if key is None else keep(_needs, key, needed)
@@ -72,7 +72,7 @@ def _looks_at_product(call: Call, dims: Sequence[tuple[str, ...] | None], sizes:
     try:
         results, _ = outputs_of(call, product, meta)
     except (RuntimeError, ValueError, TypeError, IndexError):
-        # It depends on the sizes, which are others here; in torch it may still run.
+        # This depends on the sizes, which are different here. In torch the function may still run.
         return True
     grads = [x if x.dtype.is_floating_point else None for x in results]
     wanted = [its is not None and x.dtype.is_floating_point for x, its in zip(call.inputs, dims, strict=True)]
@@ -89,7 +89,7 @@ class _Pieces:
     Attributes:
         first: the block that the kernel walks over: the narrowest gradient of a matrix.
         others: the product, then the other gradients, reduced rows as columns.
-        places: for each result where its gradient is among `others`, -1 for `first`, None for none.
+        places: for each result, the place of its gradient among `others`; -1 for `first`, None for none.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ def _program(
     shape = tuple(pieces.first.shape)
     count = len(pieces.others)
     full = [tuple(x.shape) if isinstance(x, Tensor) else () for x in inputs]
-    # What is broadcast is differentiated as if it were not; the sum over it is taken afterwards.
+    # Broadcast inputs are differentiated as if they were not broadcast; the sum over them is taken afterwards.
     widths = [2 if x and x[-1] == 2 * shape[-1] else 1 for x in full]
 
     def function(first: Tensor, *others: Any) -> tuple[list[Tensor], bool]:
@@ -196,8 +196,8 @@ def run(
     """Gradients of the product and of those of the call's tensors that are wanted.
 
     Args:
-        product: what the function saw, where `needs_product`.
-        grads: of the results, None for those that nothing depends on.
+        product: the function's product, if `needs_product`.
+        grads: the gradients of the results, None for unused ones.
         wanted: for each of the call's tensors.
     """
     if devices.current(call.device) is None:
@@ -213,7 +213,7 @@ def run(
 def by_torch(
     call: Call, product: Tensor | None, grads: Sequence[Tensor | None], wanted: Sequence[bool]
 ) -> list[Tensor]:
-    """`run`, operator by operator; torch can differentiate what it does."""
+    """`run`, operator by operator, so that torch can differentiate it."""
     wants = _of_inputs(call, wanted)
     if product is None:
         shape = call.shape
@@ -240,7 +240,7 @@ def _of_inputs(call: Call, wanted: Sequence[bool]) -> list[bool]:
 def _all_summed(
     call: Call, of_product: Tensor, of_inputs: Sequence[Tensor], wants: Sequence[bool]
 ) -> list[Tensor]:
-    """The product's gradient, and what is wanted of the biases', which are its sums, and of the other inputs'."""
+    """The product's gradient, and the wanted ones of the biases, which are its sums, and of the other inputs."""
     of_biases = of_product.chunk(call.biases, dim=-1) if call.biases else ()
     grads = [g for g, wanted in zip(of_biases, wants, strict=False) if wanted] + list(of_inputs)
     tensors = [x for x, wanted in zip(call.inputs, wants, strict=True) if wanted]
@@ -276,7 +276,7 @@ def _by_kernel(
     call: Call, product: Tensor | None, grads: Sequence[Tensor | None], wants: Sequence[bool]
 ) -> tuple[Tensor, list[Tensor]]:
     if product is None:
-        # Not looked at; the shape says how wide the product is.
+        # Only its shape is used, for the width of the product.
         shape = call.shape
         product = torch.empty((), dtype=call.dtype, device=call.device).expand(shape)
     pieces = _Pieces.of(call, product, grads)

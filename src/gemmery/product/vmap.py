@@ -19,8 +19,8 @@ def mapped(
     """The operator's arguments for a product with one dimension more.
 
     Args:
-        size: of the dimension.
-        dims: for each tensor, where the dimension is; None where it is not mapped.
+        size: the size of the dimension.
+        dims: for each tensor, the place of the dimension; None if it is not mapped.
         flat: the operator's other arguments.
     """
     call, d = call_of(tensors, *flat), parsed(flat[2])
@@ -32,10 +32,10 @@ def mapped(
     )
     is_mapped = any(dim is not None for dim in dims_b)
     b = call.b.mapped(dims_b, rank, size, is_mapped)
-    # The product has the dimension in any case.
+    # The product always has the dimension.
     a = call.a.mapped(dims_a, rank, size, everywhere=not is_mapped)
     others = [leading(x, dim, rank, size) for x, dim in zip(tensors[end:], dims[end:], strict=True)]
-    # Now there is one dimension more than the user knows of, which only a general product takes.
+    # The product now has one dimension more than the user's call, which only a general product accepts.
     sizes, numbers, text, batch_invariant = flat
     return [*a.tensors, *b.tensors, *others], (
         sizes,

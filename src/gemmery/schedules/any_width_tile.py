@@ -188,7 +188,7 @@ class Tile(NamedTuple):
 
     @property
     def buffers(self) -> int:
-        """Parts of the output for which each warpgroup has room beside the ring. Stages of large tiles need the rest."""
+        """Parts of the output for which a warpgroup has room beside the ring. Stages of large tiles need the rest."""
         return 2 if self.x <= 2 * ROWS else 1
 
     @property

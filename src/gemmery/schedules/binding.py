@@ -462,4 +462,4 @@ class Binding:
         return compiled
 
     def check(self, compiled: Any) -> None:
-        """Raises RuntimeError unless a compiled kernel has the properties on which its source relies; by default none."""
+        """Raises RuntimeError unless a compiled kernel has the properties that its source assumes; none by default."""

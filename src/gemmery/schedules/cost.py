@@ -85,7 +85,7 @@ class Costs:
 
     @classmethod
     def joined(cls, parts: list[tuple[Floats, Costs]]) -> Costs:
-        """The costs of a space, of those of its parts; each comes with the places of its configs in the space."""
+        """The costs of a space, given those of its parts, each with the places of its configs in the space."""
         if len(parts) == 1:
             return parts[0][1]
         count = sum(len(places) for places, _ in parts)

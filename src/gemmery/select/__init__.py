@@ -1,7 +1,7 @@
 """Which config runs a problem.
 
-What was measured for exactly this problem here (`store`), or else the first of a declared space (`space`) that is
-ranked by a model (`model`), which measurements that are shipped correct (`measured`).
+This is the fastest config that was measured here for exactly this problem (`store`). Without a measurement, it is the
+first of a declared space (`space`), ranked by a model (`model`) and corrected by shipped measurements (`measured`).
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ def best_time(problem: Problem) -> float:
 
 
 def candidates(problem: Problem) -> list[Config]:
-    """The configs to try for a problem, best first: the quickest that was measured for exactly it, then the ranking."""
+    """The configs to try for a problem, best first: the fastest one measured for it, then the ranking."""
     space, _, order = _predict(problem)
     ranked = [space.configs[i] for i in order.tolist()]
-    # One config for every M is what makes a result batch-invariant; a timing is of one M.
+    # A batch-invariant result needs one config for every M, but a timing is for one M.
     timings = None if problem.batch_invariant or problem.fusion is not None else store.current()
     tuned = None if timings is None else timings.best(problem)
     if tuned is None or not (tuned in ranked or _suits(problem, tuned)):
@@ -65,6 +65,6 @@ def _suits(problem: Problem, config: Config) -> bool:
     try:
         bind(problem, config)
     except ValueError:
-        # The timing came from elsewhere: here it can't have been measured.
+        # The timing comes from another machine, since it cannot have been measured here.
         return False
     return True

@@ -19,7 +19,7 @@ from ..schedules.any_width_tile import PART, PROMOTED, ROW, ROWS, SCALED, Tile, 
 Sizes = tuple[tuple[int, int, int], ...]
 #: Of tiles that warpgroups share, and of those that they take in turn.
 SHARED_TILES = ((64, 1, 64), (128, 2, 64), (192, 3, 64), (256, 2, 128))
-#: Rows of X of tiles that are also cut along K: of few tiles, none is large.
+#: Rows of X in tiles that are also cut along K. If there are few tiles, none is large.
 CUT = (64, 128)
 TURNS = ((128, 2, 128),)
 #: Columns of narrow tiles, of 64 rows of X.
@@ -31,15 +31,15 @@ Numbers = dict[int, int] | None
 
 
 class Offer(NamedTuple):
-    """The tiles for weights that have a `Stage`, which are X; of those that `schedules` can run, the ones worth a row.
+    """The tiles for weights that have a `Stage`, which are X: those tiles of `schedules` that are worth a row.
 
     Attributes:
-        stages: of the weights; those of which most fit into the ring come first.
+        stages: the weights' stages, those first of which most fit into the ring.
         step: columns of a step.
         shared, turns: sizes of tiles that warpgroups share, and of those that they take in turn.
         narrow: sizes of which there are tiles as narrow as `NARROW`.
-        each: widths are multiples of this; None for all that there can be.
-        alone: the largest width of a warpgroup that has a tile alone.
+        each: widths are multiples of this; None for all possible widths.
+        alone: the largest width of a tile with a single warpgroup.
         numbers: see `schedules.any_width_tile.numbers_for`, where the stage's rules do not say it.
     """
 
@@ -58,7 +58,7 @@ _SMALL = tuple(size for size in SHARED_TILES if size[2] == ROWS)
 
 
 def packed(bits: int) -> Offer:
-    """For packed weights with numbers of so many bits.
+    """For packed weights with numbers of this many bits.
 
     Widths are multiples of 16, so that few of them share a kernel. A warpgroup that has a tile alone takes up to a
     fifth longer than predicted with more than 128 columns. Small groups have more parameters, for which some tiles
@@ -68,8 +68,7 @@ def packed(bits: int) -> Offer:
     return Offer(stages, turns=TURNS, each=16, alone=128)
 
 
-#: For 2:4 sparse weights of 16 bits, and for those of 8 bits of which numbers of 16 are made, with 64 rows for each
-#: warpgroup.
+#: For 2:4 sparse weights of 16 bits, and for those of 8 bits that are widened to 16, with 64 rows for each warpgroup.
 SPARSE = Offer((SparseStage(),), narrow=SHARED_TILES[:2])
 SPARSE8 = SPARSE._replace(stages=(SparseStage("e4m3"),), shared=_SMALL)
 #: For 2:4 sparse weights with fp8 activations. With scales behind the product, tiles of 128 rows for each warpgroup
@@ -79,7 +78,7 @@ SPARSE_FP8_ACCURATE = SPARSE_FP8._replace(numbers=PROMOTED)
 
 
 def _rows(sizes: Sizes, step: int, numbers: Numbers, offer: Offer | None = None) -> list[str]:
-    """The rows of tiles of these sizes, with as many stages as there is room for.
+    """The rows of tiles of these sizes, with as many stages as fit.
 
     Args:
         offer: of weights that have a `Stage`.
@@ -100,7 +99,7 @@ def _rows(sizes: Sizes, step: int, numbers: Numbers, offer: Offer | None = None)
 
 
 def _widths(tile: Tile, numbers: Numbers, offer: Offer | None) -> range:
-    """The widths of tiles with so many rows of X."""
+    """The widths of tiles with this many rows of X."""
     if offer is None:
         return range(PART, tile.widest(numbers) + 1, tile.each)
     widest = tile.widest(numbers) if tile.groups > 1 else min(tile.widest(numbers), offer.alone)
@@ -116,7 +115,7 @@ def rows(item: int, numbers: Numbers = None) -> dict[tuple[str, str], str]:
     """
     step = ROW // item
     narrow = [f"{y}x{ROWS}x{step} 0 4 {Tile(ROWS, y, 1, ROWS).most_stages()} 1.0 swap splits" for y in NARROW]
-    # Of 16-bit operands they give the bits of other schedules, which was measured; of fp8 it was not.
+    # With 16-bit operands they give the bits of other schedules, as was measured; fp8 was not measured.
     apart = "" if item > 1 else " apart"
     shared, turns = [*_rows(SHARED_TILES, step, numbers), *narrow], _rows(TURNS, step, numbers)
     return {
@@ -136,7 +135,7 @@ def staged_rows(offer: Offer) -> dict[tuple[str, str], str]:
     numbers, narrow = offer.numbers or rules_of(offer.stages[0]).numbers, []
     for x, groups, own in offer.narrow:
         for y in NARROW:
-            # A step of few bytes takes the loading warp as long as one of many.
+            # For the loading warp, a step of few bytes takes as long as one of many.
             most = Tile(x, y, groups, own).most_stages(offer.stages[0])
             narrow.append(f"{y}x{x}x{offer.step} 0 {4 * groups} {most} 1.0 swap splits")
     shared = [*_rows(offer.shared, offer.step, numbers, offer), *narrow]

@@ -1,8 +1,8 @@
 """The tiles worth considering for block-sparse operands, as data; see `tiles`.
 
 On the side of the block-sparse operand, a tile has one line of blocks, or an equal part of it. A step along K is one
-block, or an equal part of it. The other side is free. Where blocks are narrower than the tensor cores' left operand,
-the free side is that, which takes `swap` where it is N. Efficiencies are those of dense tiles of these sizes.
+block, or an equal part of it. The other side is free. If blocks are narrower than the tensor cores' left operand, the
+free side becomes the left operand, by `swap` if it is N. Efficiencies are those of dense tiles of these sizes.
 """
 
 from __future__ import annotations

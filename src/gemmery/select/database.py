@@ -1,8 +1,8 @@
-"""The SQLite file behind the store: reading, writing, and what to do with a file that is broken.
+"""The SQLite file behind the store: reading, writing, and the repair of a broken file.
 
-Imported only once there is a file or something to write. A connection lives for one short transaction, so that none is
-ever carried across a fork or shared by threads. The rollback journal is SQLite's default one: unlike a write-ahead log
-it works on network file systems, and in directories that can only be read.
+Imported only if there is a file or something to write. A connection exists for one short transaction, so that none is
+carried across a fork or shared by threads. The journal is SQLite's default rollback journal: unlike a write-ahead log,
+it works on network file systems and in read-only directories.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Row = tuple[Any, ...]
 _T = TypeVar("_T")
 
 COLUMNS = ("device", "triton", "source", "problem", "config", "seconds", "note", "measured")
-#: How many of the columns tell rows apart.
+#: The number of columns in the key.
 KEYS = 5
 _CREATE = """
 CREATE TABLE timings (
@@ -38,32 +38,32 @@ _INSERT = (
     f"{', '.join(f'{name} = excluded.{name}' for name in COLUMNS[KEYS:])}"
 )
 _IF_NEWER = " WHERE excluded.measured > timings.measured"
-#: Seconds to wait for other processes; who only looks would rather do without.
+#: Seconds to wait for other processes, for writers and for readers; a reader can do without the data.
 _READ_WAIT, _WRITE_WAIT = 0.5, 60.0
-#: SQLite's primary codes for what lies outside of the file: permissions, locks, memory, the disk. All other errors are
-#: the file's own: the statements here are few, and right for the store's tables.
+#: SQLite's primary codes for errors outside of the file: permissions, locks, memory, the disk. All other errors mean a
+#: broken file, since the statements here are few, and right for the store's tables.
 _OUTSIDE = (
     sqlite3.SQLITE_PERM, sqlite3.SQLITE_ABORT, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_NOMEM,
     sqlite3.SQLITE_READONLY, sqlite3.SQLITE_INTERRUPT, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL,
     sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PROTOCOL, sqlite3.SQLITE_NOLFS, sqlite3.SQLITE_AUTH,
 )  # fmt: skip
-#: The bytes of a database's header that say which versions may write and read it, 1 or, with a write-ahead log, 2.
+#: The header's bytes for the versions that may write and read the database: 1, or 2 with a write-ahead log.
 _VERSIONS = slice(18, 20)
-#: What SQLite says where another process has set the file aside since it was opened here: SQLITE_READONLY_DBMOVED, or
-#: an input/output error where there is no new file yet. Nothing was written, and the next attempt opens the new one.
+#: SQLite's errors if another process has set the file aside since it was opened here: SQLITE_READONLY_DBMOVED, or an
+#: input/output error if there is no new file yet. Nothing was written, and the next attempt opens the new file.
 _MOVED, _GONE = 1032, 10
 #: Attempts at a transaction.
 _ATTEMPTS = 5
-#: Ends of the names of files that lie beside a database and belong to it.
+#: Suffixes of the names of files that belong to a database.
 _COMPANIONS = ("-journal", "-wal", "-shm")
 
 
 class Unusable(OSError):
-    """The file can't be read or written, for now or at all."""
+    """The file cannot be read or written, for now or at all."""
 
 
 class _Damaged(Exception):
-    """A database that is not the store's, or has values that nobody has written."""
+    """The database is not the store's, or has values that the store never writes."""
 
 
 def select(path: Path, **wanted: str) -> list[Row]:
@@ -100,11 +100,11 @@ def insert(path: Path, rows: Sequence[Row], *, if_newer: bool = False) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
 
     def write(connection: sqlite3.Connection) -> None:
-        # The lock for writing from the start: two readers that both wanted to go on to write would never get there.
+        # Takes the write lock at the start: two readers that both wanted to write next would block each other.
         connection.execute("BEGIN IMMEDIATE")
         if not _has_tables(connection):
             connection.execute(_CREATE)
-        # Rows that are out of order raise no error. What is written among them would not be found again.
+        # Rows that are out of order raise no error, but rows written among them would not be found again.
         elif (said := connection.execute("PRAGMA integrity_check(1)").fetchone()[0]) != "ok":
             raise _Damaged(said)
         connection.executemany(_INSERT + _IF_NEWER if if_newer else _INSERT, rows)
@@ -114,7 +114,7 @@ def insert(path: Path, rows: Sequence[Row], *, if_newer: bool = False) -> None:
 
 
 def _run(path: Path, mode: str, wait: float, work: Callable[[sqlite3.Connection], _T]) -> _T:
-    """Work on a connection of its own; a file that turns out broken is set aside, and work begins again."""
+    """Run work on a new connection. If the file is broken, it is set aside, and the work begins again."""
     uri = f"{path.absolute().as_uri()}?mode={mode}"
     for attempt in range(1, _ATTEMPTS + 1):
         opened = _identity(path)
@@ -133,7 +133,7 @@ def _run(path: Path, mode: str, wait: float, work: Callable[[sqlite3.Connection]
 
 
 def _has_tables(connection: sqlite3.Connection) -> bool:
-    """Whether the database is the store's, rather than a new and empty one; _Damaged where it is neither.
+    """Whether the database is the store's; False if it is new and empty. Raises _Damaged for any other.
 
     Within a transaction: a file that another process fills between the two questions would look like neither.
     """
@@ -146,7 +146,7 @@ def _has_tables(connection: sqlite3.Connection) -> bool:
 
 
 def _checked(row: Row) -> Row:
-    """A row as it was written, of texts and a timing; SQLite keeps any value in any column."""
+    """Checks that a row has texts and a timing, since SQLite keeps any value in any column."""
     *key, seconds, note, measured = row
     if not all(isinstance(text, str) for text in key):
         raise _Damaged(f"a row is kept under {key!r}, which are not texts")
@@ -157,18 +157,18 @@ def _checked(row: Row) -> Row:
 
 
 def _is_broken(error: Exception, path: Path) -> bool:
-    """Whether an error is the file's fault, so that it would come again."""
+    """Whether the file is the cause of an error, so that it would occur again."""
     if isinstance(error, sqlite3.Error):
         code: int | None = getattr(error, "sqlite_errorcode", None)
         if code is None:
-            # Of the module itself: a text that is not UTF-8, or a call that is wrong.
+            # An error of the module itself: a text that is not UTF-8, or a wrong call.
             return isinstance(error, sqlite3.OperationalError)
         return code & 0xFF not in _OUTSIDE or (code == sqlite3.SQLITE_READONLY and _forbids_writing(path))
     return not isinstance(error, MemoryError)
 
 
 def _forbids_writing(path: Path) -> bool:
-    """Whether the header says that a later SQLite alone may write the file; none has ever said so."""
+    """Whether only a later SQLite may write the file, by its header. So far, no version requires this."""
     try:
         with path.open("rb") as file:
             return any(version not in (1, 2) for version in file.read(_VERSIONS.stop)[_VERSIONS])
@@ -177,14 +177,14 @@ def _forbids_writing(path: Path) -> bool:
 
 
 def _reason(error: Exception) -> str:
-    """An error in words. SQLite quotes what it found; where that is no text, Python has another error instead."""
+    """An error in words. SQLite quotes the data; if that is not a text, Python raises another error instead."""
     if isinstance(error, UnicodeDecodeError):
         return "it has bytes that are no text"
     return str(error) or type(error).__name__
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Tells the file apart from another one of its name; None where there is none."""
+    """An identity of the file, which differs from that of another file of this name; None if there is none."""
     try:
         status = path.stat()
     except OSError:
@@ -198,10 +198,10 @@ def _was_moved(error: Exception) -> bool:
 
 
 def _set_aside(path: Path, opened: tuple[int, int] | None, reason: str) -> None:
-    """Rename a broken file, so that a new one can take its place; one process does it.
+    """Rename a broken file, so that a new one can take its place. Only one process does this.
 
     Args:
-        opened: the identity of the file that is broken. Another one of the name is that of a process that was first.
+        opened: the identity of the broken file. If it has changed, another process was first.
 
     Raises:
         Unusable: the directory can't be written.
@@ -211,7 +211,7 @@ def _set_aside(path: Path, opened: tuple[int, int] | None, reason: str) -> None:
             if opened is None or _identity(path) != opened:
                 return
             name = f"{path.name}.broken-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-            # Its companions first: a journal left behind would be played back into the next file of this name.
+            # Its companions come first: a journal that is left behind would be applied to the next file of this name.
             for end in (*_COMPANIONS, ""):
                 with contextlib.suppress(FileNotFoundError):
                     path.with_name(path.name + end).rename(path.with_name(name + end))

@@ -28,7 +28,7 @@ def export_json(path: Path, store: Store, keep: Callable[[Key], bool] | None = N
 
     Args:
         path: the file, which is replaced.
-        keep: whether what is kept under a key is written; everything by default.
+        keep: whether the timings of a key are written; all by default.
 
     Returns:
         How many timings were written.
@@ -60,14 +60,14 @@ def _values(timing: Timing) -> dict[str, Any]:
 
 
 def import_json(path: Path, store: Store) -> int:
-    """Take the timings of a file into a store, over those that were measured before them.
+    """Add the timings of a file to a store. They replace those that were measured earlier.
 
     Returns:
         How many timings the file has.
 
     Raises:
         OSError: the file can't be read.
-        ValueError: it is not valid; the message names the place. Nothing is taken then.
+        ValueError: the file is not valid; the message names the place. Then nothing is added.
     """
     data = read_json(path)
     if not isinstance(data, dict) or data.get(_FORMAT) != 1 or not isinstance(data.get("sets"), list):
@@ -87,7 +87,7 @@ def _rows(of_set: dict[str, Any], entry: Any, where: str) -> list[Row]:
     if not _fits(entry, {"problem": dict, "configs": dict}):
         raise ValueError(f"{where}: must have problem and configs, objects")
     try:
-        # Any device does: a problem's text leaves it out.
+        # Any device is fine here, since a problem's text leaves it out.
         problem = to_text(from_dict(entry["problem"], TABLE["interpreter"]))
         configs = {str(Config.of(text)): _timing(values) for text, values in entry["configs"].items()}
     except (ValueError, TypeError) as error:

@@ -1,7 +1,7 @@
-"""What a timing is kept under: the problem as text, the device, Triton's version and the kernels' source.
+"""The key of a timing: the problem as text, the device, Triton's version and the kernels' source.
 
-A problem's text is JSON with its fields in a fixed order and those at their defaults left out, so that a new field of
-`Problem` with a default does not change the keys of what was measured before.
+A problem's text is JSON with its fields in a fixed order, without fields at their defaults. So a new field of
+`Problem` with a default does not change the keys of existing timings.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..dtypes import DTYPE_NAMES, PRECISIONS
 from ..operands import Dense, Layout
 from ..problem import Problem
 
-#: What decides the code of a kernel and how it is launched: a timing counts only for the same text of these files.
+#: The files that decide the code of a kernel and its launch. A timing counts only for the same text of these files.
 SOURCES = ("kernels/*.py", "operands/*.py", "schedules/*.py")
 
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
@@ -26,7 +26,7 @@ _OPERANDS = ("a", "b", "out", "addend")
 
 
 class Key(NamedTuple):
-    """Under what a problem's timings are kept."""
+    """The key of a problem's timings."""
 
     device: str
     triton: str
@@ -42,7 +42,7 @@ def key_of(problem: Problem) -> Key:
 
 
 def device_text(device: Device) -> str:
-    """A device's name with its number of multiprocessors, which tells variants and partitions of a model apart."""
+    """A device's name with its number of multiprocessors, which distinguishes variants and partitions of a model."""
     return f"{device.name} ({device.sms} SMs)"
 
 
@@ -57,7 +57,7 @@ def source(root: Path = Path(__file__).parents[1]) -> str:
 
 
 def to_dict(problem: Problem) -> dict[str, Any]:
-    """A problem without its device as plain values for JSON; `from_dict` makes it again."""
+    """A problem without its device as plain values for JSON; the inverse of `from_dict`."""
     values: dict[str, Any] = {}
     for field in fields(Problem):
         value = getattr(problem, field.name)

@@ -1,7 +1,7 @@
-"""A log of the problems that a program meets, for tuning them later: GEMMERY_LOG=FILE turns it on.
+"""A log of a program's problems, for later tuning. GEMMERY_LOG=FILE turns it on.
 
-One line of JSON a problem, appended when its plan is made, so that a call that has a plan costs nothing. Several
-processes may write one file. A problem whose plan was dropped meanwhile is written again; `read` gives each once.
+Each problem is a line of JSON, appended when its plan is made, so calls with a plan cost nothing. Several processes
+may write to one file. A problem whose plan was dropped is written again; `read` returns each problem once.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from .keys import device_text, from_dict, to_dict
 
 
 def note(problem: Problem) -> None:
-    """Append a problem to the file that GEMMERY_LOG names, if it names one."""
+    """Append a problem to the file that GEMMERY_LOG names, if it is set."""
     path = os.environ.get("GEMMERY_LOG")
     if not path:
         return
     line = json.dumps({"problem": to_dict(problem), "device": device_text(problem.device)}) + "\n"
     try:
-        # One write to a file opened for appending: lines of several processes do not mix.
+        # A single write to a file opened for appending, so lines of several processes do not mix.
         handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         try:
             os.write(handle, line.encode())

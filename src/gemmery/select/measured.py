@@ -1,11 +1,11 @@
-"""What was measured on a GPU, as a correction of the model.
+"""Measurements on a GPU that correct the model.
 
 A table holds the times of a space's configs for a number of shapes. For another shape, a config's prediction is
-multiplied by what its measured times were over their predictions, averaged over the shapes nearby (a Nadaraya-Watson
-kernel regression in the logarithms of the sizes). Far from everything measured, the model stands as it is. Of packed
-weights not every tile is timed with every number of rows. A config that was not is taken to be as far off as those of
-its schedule are on average that were timed nearby, and a little more: otherwise it would be preferred wherever the
-model is too hopeful.
+multiplied by the ratio of its measured to its predicted times, averaged over the shapes nearby (a Nadaraya-Watson
+kernel regression in the logarithms of the sizes). Far from all measurements, the model is not corrected. For packed
+weights, not every tile is timed with every number of rows. A config without a time gets the average ratio of its
+schedule's configs that were timed nearby, and a little more: otherwise it would be preferred wherever the model is too
+optimistic.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ from .tiles import FAMILIES
 TABLES = Path(__file__).with_name("tables")
 #: How far a measurement reaches: in doublings of a size or of the parts along K.
 REACH = 0.8
-#: The same, of a size, for products of at most so many seconds at the tensor cores' rate. Their time depends on how
-#: tiles fill the multiprocessors, which differs from size to size.
+#: The same, in doublings of a size, for products of at most this many seconds at the tensor cores' rate. Their time
+#: depends on how tiles fill the multiprocessors, which differs between sizes.
 REACH_SHORT, SHORT = 0.25, 30e-6
-#: The same for packed weights, whose tiles' worth changes faster: how many rows of A they take decides how much is
-#: unpacked. So it is how much nearer a shape has to be to count for more; the nearest reach `FAR_PACKED`.
+#: The same for packed weights, for which the best tile changes faster: its rows of A decide how often the weight is
+#: unpacked. Here it is how much nearer a shape must be to count for more; the nearest shapes reach `FAR_PACKED`.
 REACH_PACKED, FAR_PACKED = 0.2, 1.5
 #: Seconds by which times in tables of packed weights are longer than `Stopwatch`'s, to which the models of other
 #: schedules are fitted: 72 configs had 0.88 µs more in the median (0.32 to 1.86, 10th and 90th percentile). Most
 #: launches came behind one of another kernel, so they probably had to fetch their code.
 OTHER_CODE = 0.8e-6
-#: The weight of the model itself, where a measurement of the very shape has 1.
+#: The weight of the model itself; a measurement of the same shape has 1.
 PRIOR = 0.3
-#: By how much (a logarithm) a config of a packed weight that was not timed is taken to be off beyond that: there was a
-#: reason not to, such as too few registers. A schedule of which nothing was timed is taken to be off by as much, unless
-#: its model is fitted to the format, see `Schedule.fits`.
+#: The logarithm of a further factor for a config of a packed weight that was not timed, since there was a reason not
+#: to time it, such as too few registers. A schedule without any time gets the same factor, unless its model is fitted
+#: to the format, see `Schedule.fits`.
 DOUBT = 0.1
 
 
-#: Formats of packed weights that have a table of their own, with what was measured: bits of a number, and how many
-#: share a scale. Others of as many bits take the first of these, whose tiles they share.
+#: Formats of packed weights that have their own tables, with the bits of a number and the size of a group. Other
+#: formats with the same bits use the first of these, whose tiles they share.
 PACKED = {
     "int4": (4, 128),
     "int8": (8, 0),
@@ -62,7 +62,7 @@ PACKED = {
 
 
 def table_name(problem: Problem) -> str:
-    """Which table corrects a problem: its kind of operand's, or its format's."""
+    """The name of the table that corrects a problem: that of its kind of operand, or of its format."""
     b = problem.b
     if not b.unpacks:
         return kind_of(problem)
@@ -71,12 +71,12 @@ def table_name(problem: Problem) -> str:
 
 
 def _is_packed(name: str) -> bool:
-    """Whether a table with this `table_name` is of packed weights."""
+    """Whether a table with this `table_name` is for packed weights."""
     return name.startswith("packed ")
 
 
 class TableFile(NamedTuple):
-    """A table that is shipped: its file, its `table_name`, and what of `Schedule.tables` stands behind it."""
+    """A shipped table: its file, its `table_name`, and its suffix of `Schedule.tables`."""
 
     path: Path
     name: str
@@ -84,7 +84,7 @@ class TableFile(NamedTuple):
 
 
 def file_name(gpu: str, name: str, suffix: str = "") -> str:
-    """What the file of a table is called, by the GPU's name, the `table_name`, and a `Schedule.tables`' entry."""
+    """The name of a table's file, by the GPU's name, the `table_name`, and an entry of `Schedule.tables`."""
     return "-".join(part.replace(" ", "-") for part in (gpu.lower(), name, suffix) if part) + ".json"
 
 
@@ -127,7 +127,7 @@ class Table:
         places: (shapes, 3), logarithms of rows in all matrices, N and K.
         known: (shapes, configs), 1 where there is a measurement.
         residuals: (shapes, configs), logarithm of measured over predicted time; 0 where there is none.
-        near: (configs, configs), how much configs of one row, with K cut into other parts, say of each other.
+        near: (configs, configs), the weight of each config for another one of its row, which cuts K into other parts.
         reach, far: see `REACH` and `REACH_PACKED`.
         found: what `_find` found.
         name: its `table_name`.
@@ -154,7 +154,7 @@ class Table:
         rows: dict[tuple[int, ...], np.ndarray] = {}
         for data in parts:
             for shape, found in zip(map(tuple, data["shapes"]), _times(data, space, name), strict=True):
-                # What a later file says of a shape takes the place of what an earlier one says.
+                # For each shape, a later file replaces an earlier one.
                 rows[shape] = np.where(np.isnan(found), rows.get(shape, np.nan), found)
         shapes, times = list(rows), np.stack(list(rows.values()))
         # Most tiles of any width are in no table.
@@ -183,11 +183,11 @@ class Table:
 
     @property
     def partial(self) -> bool:
-        """Whether some configs were not timed at each shape, and are taken to be as far off as the others."""
+        """Whether some configs were not timed at each shape, and get the corrections of the others."""
         return _is_packed(self.name)
 
     def factor(self, problem: Problem, space: Space, M: np.ndarray) -> np.ndarray:
-        """What predictions for `M` rows, of shape (m, 1), are multiplied by: an array of (m, configs)."""
+        """The factors of predictions for `M` rows, of shape (m, 1): an array of (m, configs)."""
         rows = np.log2(np.maximum(M * problem.matrices, 1))
         fixed = np.log2([max(problem.N, 1), max(problem.K, 1)])
         here = np.concatenate([rows, np.broadcast_to(fixed, (len(rows), 2))], axis=1)
@@ -207,9 +207,10 @@ class Table:
         return present, of, np.array([self.column.get(config, -1) for config in space.configs])
 
     def _log(self, apart: np.ndarray, reach: np.ndarray, schedule: str) -> np.ndarray:
-        """Logarithms of factors by shape and config, of which those of one schedule are right.
+        """Logarithms of factors by shape and config. Only those of one schedule are valid.
 
-        Other schedules' times say nothing of this one: not every Triton has it. Where it has none, `DOUBT` is left.
+        The times of other schedules are not used for this one, which not every Triton has. Without times, it gets
+        `DOUBT`.
 
         Args:
             apart: (m, shapes), squares of distances.
@@ -225,7 +226,7 @@ class Table:
         far = self.far if self.partial else reach
         weights = np.exp(-(apart - nearest) / (2 * reach**2) - nearest / (2 * far**2))
         known, residuals = weights @ known, weights @ residuals
-        # What is not known of a config itself, up to the model's weight, is taken from all.
+        # The part that a config's own times do not determine, up to the model's weight, is taken from all configs.
         total = known.sum(axis=1, keepdims=True)
         typical = (residuals.sum(axis=1, keepdims=True) + DOUBT * total) / (total + PRIOR) * self.partial
         each = (residuals @ self.near + PRIOR * typical) / (known @ self.near + PRIOR)
@@ -233,7 +234,7 @@ class Table:
 
 
 def seconds_of(microseconds: Any, name: str) -> np.ndarray:
-    """Seconds of what a table with this `table_name` has, NaN where there is no measurement; see `OTHER_CODE`."""
+    """The seconds in a table with this `table_name`, NaN if there is no measurement; see `OTHER_CODE`."""
     seconds: np.ndarray = np.array(microseconds, dtype=float) * 1e-6
     return seconds - OTHER_CODE if _is_packed(name) else seconds
 
@@ -247,7 +248,7 @@ def _times(data: dict[str, Any], space: Space, name: str) -> np.ndarray:
 
 
 def table_of(device: Device, name: str, dtype: Any) -> Table | None:
-    """The table of a device with this `table_name`; None where nothing was measured."""
+    """The table of a device with this `table_name`; None if nothing was measured."""
     suffixes = tuple(each for schedule in schedules.REGISTRY.values() for each in schedule.own_tables())
     return _table_of(device, name, dtype, suffixes)
 
@@ -262,6 +263,6 @@ def _table_of(device: Device, name: str, dtype: Any, suffixes: tuple[str, ...]) 
 
 
 def factor(problem: Problem, space: Space, M: np.ndarray) -> np.ndarray | float:
-    """What the model's predictions are multiplied by for `M` rows, of shape (m, 1); 1 where nothing was measured."""
+    """The factors of the model's predictions for `M` rows, of shape (m, 1); 1 if nothing was measured."""
     table = table_of(problem.device, table_name(problem), problem.a.dtype)
     return 1.0 if table is None else table.factor(problem, space, M)

@@ -1,8 +1,8 @@
 """An analytic model of a GEMM's time, for all configs of a space at once.
 
-Each schedule says what its configs cost (`Schedule.costs`), from what is the same for all of a problem's: the product
-takes at least about as long as its bytes take from memory, and no multiprocessor multiplies faster than its tensor
-cores. All inputs come from the device table and the space; the parts are kept to explain a choice.
+Each schedule computes the costs of its configs (`Schedule.costs`). All are based on the same bounds: a product takes
+about as long as its bytes take from memory, or longer, and no multiprocessor multiplies faster than its tensor cores.
+All inputs come from the device table and the space. The parts are kept to explain a choice.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def costs(
 
     Args:
         M: numbers of rows, as a column, to predict for instead of the problem's; then `least_bytes` are their bytes.
-        ragged: what was in groups, where the problem is `Problem.predicted` of one with groups.
+        ragged: the kind of groups, if the problem is `Problem.predicted` of one with groups.
     """
     p, device = problem, problem.device
     rate = device.rate(p.a.dtype, p.precision) * device.achieved / device.sms
@@ -52,7 +52,7 @@ def costs(
 def _with_arrivals(problem: Problem, space: Space, M: Floats, total: Floats) -> Floats:
     """The times of products whose rows arrive from other GPUs.
 
-    The tiles of the last shard begin when it is there, and multiprocessors that have nothing else wait for it.
+    The tiles of the last shard begin when it has arrived, and idle multiprocessors wait for it.
     """
     p, shards, sms = problem, problem.a.shards, problem.device.sms
     arrival = ARRIVAL + M * (shards - 1) / shards * p.K * p.a.dtype.itemsize / LINK

@@ -1,9 +1,9 @@
 """The tiles worth considering for packed weights, and for operands with scales along K, as data; see `tiles`.
 
-Tiles for packed weights swap: the numbers go from registers to the tensor cores' left operand, and the rows of A, which
-may be few, lie on the narrow side. Where steps of the sum are scaled, there are two accumulators, and a step is as long
-as what shares a scale; not so in "mx", whose numbers are scaled themselves. Either way two programs to a multiprocessor
-can be better than a larger one: while one of them unpacks or scales, the other multiplies.
+Tiles for packed weights swap: the numbers go from registers to the tensor cores' left operand, and the rows of A,
+which may be few, lie on the narrow side. If steps of the sum are scaled, there are two accumulators, and a step is as
+long as the columns that share a scale. In "mx", numbers are scaled themselves. In both cases, two programs on a
+multiprocessor can be better than a larger one: while one of them unpacks or scales, the other multiplies.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from . import any_width_tiles
 Rows = dict[tuple[str, str], str]
 
 #: Strips of tiles, by the number of warps; see `kernels.sliced_k`. Bundles of four take the least time. Other numbers
-#: are there to divide a weight evenly among multiprocessors.
+#: divide a weight evenly among multiprocessors.
 STRIPS = {
     4: (1, 2, 4, 8, 12, 16),
     8: (1, 2, 3, 4, 6, 8, 10, 12, 14, 16, 20, 24, 28),
@@ -60,7 +60,7 @@ _SPARSE_FP8: Rows = {
     """,
 }
 
-#: Of sparse weights by `mma.sp`, see `kernels.sliced_sparse`. More rows with fewer columns take too many registers.
+#: For sparse weights by `mma.sp`, see `kernels.sliced_sparse`. More rows with fewer columns take too many registers.
 _MMA_SP: Rows = {
     ("pointer", "sliced_sparse"): """
         8x32x512   1 4 2 0.60 swap splits apart
@@ -257,7 +257,7 @@ _AMD: Rows = {
         16x64x64  8 4 2 0.20 swap splits
     """,
 }
-#: For sparse weights, the tiles of which none spills: with parts of K, smaller ones.
+#: For sparse weights, tiles that do not spill: smaller ones if K is cut.
 _BLACKWELL_SPARSE: Rows = {
     ("descriptor", "tile"): """
         128x128x64 8 4 3 0.60 swap

@@ -1,4 +1,4 @@
-"""Tensors for a problem that is known by its description alone: laid out as it says, with random numbers or nothing."""
+"""Tensors for a problem that is given by its description: with its layouts, and random or undefined content."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def sample(problem: Problem, device: torch.device | str, seed: int | None = None
 
     Args:
         device: "meta" for layouts without memory, as compiling needs.
-        seed: fill all of them with random numbers, normal ones or small integers; without, they hold anything.
+        seed: the seed of random numbers, normal ones or small integers. Without it, the content is undefined.
     """
     p = problem
     generator = None if seed is None else torch.Generator(device).manual_seed(seed)
@@ -51,7 +51,7 @@ def sample(problem: Problem, device: torch.device | str, seed: int | None = None
 
 
 def arguments(problem: Problem, device: torch.device | str) -> tuple[tuple[Tensor, ...], tuple[float, ...]]:
-    """What a `launch.Binding` of a problem compiles with: tensors in the order of `Problem.layouts`, and numbers."""
+    """Arguments for compiling a `launch.Binding`: tensors in the order of `Problem.layouts`, and numbers."""
     p = problem
     shapes = [
         *p.a.shapes(p.M, p.K, p.batch, is_b=False), *p.b.shapes(p.K, p.N, p.batch, is_b=True),
@@ -74,7 +74,7 @@ def _tensor(
     if generator is None:
         buffer = torch.empty(length, dtype=operand.stored, device=device)
     elif operand.dtype.is_floating_point:
-        # Not every type has random numbers of its own.
+        # Not every type has its own random numbers.
         buffer = torch.randn(length, device=device, generator=generator).to(operand.dtype)
     else:
         buffer = torch.randint(-127, 128, (length,), device=device, generator=generator).to(operand.dtype)

@@ -1,4 +1,4 @@
-"""Problems from sizes and a device's name, for questions about products that nobody has tensors of."""
+"""Problems from sizes and a device's name, for questions about products without tensors."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from ..layout import make_problem
 from ..problem import Problem
 
 LAYOUTS = ("NN", "NT", "TN", "TT")
-#: Of a matrix's rows and columns: kernels count them in 32 bits.
+#: The most rows or columns of a matrix, since kernels count them in 32 bits.
 LARGEST_SIZE = 2**31 - 1
-#: Elements of a matrix: a few of them fill the memory of a large machine.
+#: The most elements of a matrix; a few such matrices fill the memory of a large machine.
 LARGEST_MATRIX = 2**40
-#: What the device is where neither a name nor a GPU says.
+#: The default device, without a name and without a GPU.
 DEFAULT_DEVICE = "NVIDIA H200"
 
 
 def device_named(name: str | None = None) -> Device:
-    """A row of the device table by its name or words of it, such as "h200"; by default the current GPU's.
+    """A row of the device table by its name or words of it, such as "h200"; the current GPU's by default.
 
     Raises:
         ValueError: no row has that name, or several do.
@@ -39,7 +39,7 @@ def device_named(name: str | None = None) -> Device:
 
 
 def check_sizes(M: int, N: int, K: int, batch: Sequence[int] = (), least_k: int = 1) -> None:
-    """ValueError unless sizes are whole numbers that a kernel can count."""
+    """Raises ValueError unless sizes are integers within the kernels' limits."""
     for name, size in (("M", M), ("N", N), ("K", K), *(("batch", size) for size in batch)):
         least = least_k if name == "K" else 1
         if type(size) is not int or not least <= size <= LARGEST_SIZE:
@@ -105,7 +105,7 @@ def problem_of(
 
 
 def short_name(name: str) -> str:
-    """The short name of a type that may be called as torch calls it; other names as they are.
+    """The short name of a type, given its short name or torch's name; other names are returned as they are.
 
     Example:
         >>> [short_name(name) for name in ("bfloat16", "torch.float32", "bf16", "tf32")]

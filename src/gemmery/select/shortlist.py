@@ -1,7 +1,7 @@
-"""Few kernels for a weight that is met with every number of rows.
+"""A few kernels that serve every number of rows of a weight.
 
-Of two problems that differ in M alone, each could have a kernel of its own. For all of them together only a shortlist
-is used: the `KERNELS` kernels that together come nearest to the best one for every M.
+Problems that differ only in M could each have their own kernel. Instead, all of them share a shortlist: the `KERNELS`
+kernels that together come nearest to the best one for every M.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from . import measured
 from .model import costs
 from .space import Space, everywhere, space_of
 
-#: Kernels that serve all M of otherwise equal problems.
+#: The number of kernels that serve all M of otherwise equal problems.
 KERNELS = 6
 #: The same for packed weights, for which the best tile changes faster with M.
 PACKED_KERNELS = 10
@@ -28,7 +28,7 @@ PACKED_KERNELS = 10
 SHARPNESS = 30.0
 #: Problems whose shortlists are kept.
 KEPT = 4096
-#: N and K of the weight for which the quickest class of batch-invariant configs is sought.
+#: N and K of the weight for which the fastest class of batch-invariant configs is chosen.
 WEIGHT = (4096, 4096)
 #: The numbers of rows for which a shortlist is made. They lie close together, since how tiles fill the multiprocessors
 #: changes from one to the next.
@@ -41,7 +41,7 @@ ROWS = np.array([
 SHARD = 64
 #: The same in all groups, of products that touch few of many groups.
 FEW = (1, 2, 4, 8, 16, 32, 64)
-#: How much each of `ROWS` counts, so that few rows count as much as they would if all were as far apart.
+#: The weight of each of `ROWS`, which makes up for their uneven distances.
 WEIGHTS = np.where(ROWS <= 64, 1.0, 0.5)
 
 
@@ -55,16 +55,16 @@ def _of(problem: Problem) -> frozenset[int]:
     space = allowed(problem)
     logs, weights = _all_log_times(problem, space)
     kernels = np.unique(space.kernel[space.chosen(problem)])
-    # The best config of each kernel; they differ in how many parts K is cut into, which is no other code.
+    # The best config of each kernel. Configs of a kernel differ only in the number of parts of K.
     best = np.stack([logs[:, space.kernel == kernel].min(axis=1) for kernel in kernels], axis=1)
     count = PACKED_KERNELS if problem.b.unpacks else KERNELS
     return frozenset(kernels[_cover(best, count, weights)].tolist())
 
 
 def _all_log_times(problem: Problem, space: Space) -> tuple[np.ndarray, np.ndarray]:
-    """`_log_times` for all numbers of rows for which a shortlist is made, and how much each of them counts.
+    """`_log_times` for all numbers of rows of a shortlist, and the weight of each of them.
 
-    Of groups of rows these are the rows of a group on average, and then few rows in all, which touch few groups.
+    For groups of rows, these are the average rows of a group, and then few rows in total, which touch few groups.
     """
     if problem.a.shards > 1:
         # Of these, some tile has rows of one shard alone.
@@ -91,7 +91,7 @@ def _log_times(
 
 
 def allowed(problem: Problem) -> Space:
-    """The configs that can run a problem and may: where its rows' bits must not depend on the batch, one class."""
+    """The configs that can run a problem; only one class if its rows' bits must not depend on the batch."""
     space = space_of(problem)
     if problem.fusion is not None and problem.fusion.whole:
         space = space.where(np.array([spans(problem, config) for config in space.configs], bool))
@@ -111,9 +111,9 @@ def allowed(problem: Problem) -> Space:
 def numerics(device: Device, precision: Precision, fast_accum: bool, a: Spec, b: Spec) -> int:
     """The class of configs, as in `space.Tile`, for all products of two operands that must be batch-invariant.
 
-    A class with a config for every layout, since the layouts that descriptors can take change with the number of rows;
-    of several the one that is quickest for a weight of `WEIGHT`. So neither the sizes nor how the matrices lie have a
-    say in an element's bits.
+    It is a class with a config for every layout, since the layouts that descriptors support change with the number of
+    rows. Of several, it is the fastest one for a weight of `WEIGHT`. So an element's bits depend neither on sizes nor
+    on layouts.
     """
     N, K = WEIGHT
     problem = Problem(
@@ -127,12 +127,12 @@ def numerics(device: Device, precision: Precision, fast_accum: bool, a: Spec, b:
 
 
 def _cover(logs: np.ndarray, count: int, weights: np.ndarray | float = 1.0) -> list[int]:
-    """Columns of an array, `count` at most, whose minimum over them is little above that over all.
+    """Columns of an array, at most `count`, whose joint minimum is close to that of all columns.
 
-    Found greedily, and then each is exchanged for a better one where there is one, given the others.
+    They are found greedily. Then each is replaced by a better one, if there is one, given the others.
 
     Args:
-        weights: (rows, 1), how much a row counts.
+        weights: (rows, 1), the weight of each row.
     """
     loss = logs - logs.min(axis=1, keepdims=True)
     # One number of rows with a large loss is worse than many with a small one.

@@ -28,8 +28,8 @@ class Tile:
     """A config with its share of the rate that a long product achieves on the device.
 
     Attributes:
-        aligned: considered only where every row of the operands begins at a multiple of 16 elements, since misaligned
-            loads take registers that this tile does not leave.
+        aligned: considered only if every row of the operands begins at a multiple of 16 elements, since misaligned
+            loads take more registers than this tile leaves.
         splits: also considered with its tiles cut along K.
         strided: considered only for matrices that descriptors can't take.
         blocks: considered only where the end of a tile takes much, see `Problem.wants_room`.
@@ -46,7 +46,7 @@ class Tile:
 
 
 def kind_of(problem: Problem) -> str:
-    """The part of a family's tiles for operands that want the same ones."""
+    """The part of a family's tiles for operands that use the same ones."""
     dtype = problem.a.dtype
     if kind := problem.b.kind or problem.a.kind:
         return f"{kind}{' accurate' * promotes(problem)}"
@@ -74,7 +74,7 @@ def tiles_of(family: str, kind: str) -> tuple[Tile, ...]:
 
 
 def row_of(config: Config) -> Config:
-    """What a config has in common with all of its row of tiles, cut or not, and streaming or not."""
+    """The properties that a config shares with its whole row of tiles, cut or not, and streaming or not."""
     return replace(config, split_k=1, stream=False)
 
 
@@ -95,7 +95,7 @@ def _tile(line: str, loader: str, schedule: str, number: int, alike: bool) -> Ti
 
 @dataclass(frozen=True, eq=False)
 class Space:
-    """Configs as columns, one element a config, for arithmetic on all at once.
+    """Configs as columns, with one element for each config, for arithmetic on all at once.
 
     Attributes:
         configs, tiles: the configs, and the rows of the table that they come from.
@@ -151,7 +151,7 @@ class Space:
 
     @functools.cached_property
     def by_schedule(self) -> dict[str, tuple[np.ndarray, Space]]:
-        """For each schedule that there is, the places of its configs, and the space of these alone."""
+        """For each schedule in the space, the places of its configs, and the space of only these."""
         found = {}
         for name in dict.fromkeys(self.schedule.tolist()):
             own = self.schedule == name
@@ -166,7 +166,7 @@ class Space:
         return found
 
     def considered(self, problem: Problem, M: np.ndarray) -> np.ndarray:
-        """Whether configs are considered for numbers of rows, of shape (m, 1): an array of (m, configs)."""
+        """Whether configs are considered for these numbers of rows, of shape (m, 1): an array of (m, configs)."""
         found = np.ones((len(M), len(self)), bool)
         for name, (places, own) in self.by_schedule.items():
             schedule = schedules.of(name)
@@ -207,7 +207,7 @@ def _space(
             continue
         code = schedule.code(tile.config, forms)
         number = codes.setdefault(row if code is None else (tile.config.schedule, code), row)
-        # Tiles of ranges of K come by pointers where the kernels for tiles of any width do not serve.
+        # Tiles of ranges of K are loaded through pointers, if the kernels for tiles of any width do not support them.
         avoided = tma and tile.strided and forms.ragged != "k"
         loads = not avoided if tile.config.loader == "pointer" else tma
         if loads and (aligned or not tile.aligned) and (blocks or not tile.blocks):
@@ -247,7 +247,7 @@ def space_of(problem: Problem) -> Space:
 
 
 def everywhere(problem: Problem) -> frozenset[int]:
-    """The numbers in `Space.numerics` that are there whatever the layouts of a problem's matrices."""
+    """The numbers in `Space.numerics` that exist for every layout of a problem's matrices."""
     target = problem.device.target
     # These take all forms.
     names = tuple(name for name, schedule in schedules.REGISTRY.items() if schedule.universal)

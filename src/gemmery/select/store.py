@@ -1,9 +1,8 @@
 """The store of measured timings, in a file of the user's cache directory.
 
-One row is one config's time on one problem, for one device, Triton and source of the kernels (see `keys`), so that a
-new config adds to what was measured and a changed kernel starts afresh. Looking up never creates anything, and costs
-one `stat` where there is no file. Where nothing can be written, in a read-only home or without one, timings are kept in
-memory.
+A row is the time of a config on a problem, for a device, a version of Triton and the kernels' source (see `keys`). So
+a new config adds to the timings, and a changed kernel starts afresh. A look-up never creates anything, and costs one
+`stat` if there is no file. If nothing can be written, in a read-only home or without one, timings are kept in memory.
 
 The directory is GEMMERY_CACHE_DIR, or else the user's cache; GEMMERY_STORE=0 turns the store off.
 """
@@ -27,10 +26,10 @@ FILE = "timings-1.sqlite"
 
 
 class Timing(NamedTuple):
-    """What is known of a config on a problem.
+    """The timing of a config on a problem.
 
     Attributes:
-        seconds: one launch, cold; None where the config can't run the problem here.
+        seconds: one launch, cold; None if the config cannot run the problem here.
         note: why it can't.
         measured: when, in seconds since 1970.
     """
@@ -41,7 +40,7 @@ class Timing(NamedTuple):
 
     @classmethod
     def of(cls, seconds: object, note: object, measured: object) -> Timing:
-        """A timing of values that came from a file.
+        """A timing made of values from a file.
 
         Raises:
             ValueError: `Store.record` does not keep such an entry.
@@ -66,7 +65,7 @@ def _shown(value: object) -> str:
 
 
 class Row(NamedTuple):
-    """One line of the store: what it is kept under, the config's text, and its timing."""
+    """A line of the store: its key, the config's text, and its timing."""
 
     key: Key
     config: str
@@ -74,11 +73,11 @@ class Row(NamedTuple):
 
 
 class Store:
-    """Timings in a file, and in memory where that can't be written.
+    """Timings in a file, or in memory if the file cannot be written.
 
     Args:
         path: the file; None for a store in memory alone.
-        why: why there is no file, for a warning to those who write.
+        why: the reason why there is no file, for a warning on writing.
     """
 
     def __init__(self, path: Path | None, why: str = "there is no home directory") -> None:
@@ -88,7 +87,7 @@ class Store:
         self._read = functools.lru_cache(4096)(self._query)
 
     def timings(self, problem: Problem) -> dict[Config, Timing]:
-        """What was measured for exactly this problem, on its device and with this version; the quickest first."""
+        """The timings of exactly this problem, on its device and with this version; the fastest first."""
         stamp = self._stamp()
         if stamp is None and not self._memory:
             return {}
@@ -99,7 +98,7 @@ class Store:
         return dict(sorted(known, key=lambda entry: (entry[1].seconds is None, entry[1].seconds or 0.0)))
 
     def best(self, problem: Problem) -> Config | None:
-        """The quickest of the configs that were measured for exactly this problem; None where there are none."""
+        """The fastest of the configs that were measured for exactly this problem; None if there are none."""
         for config, timing in self.timings(problem).items():
             return config if timing.seconds is not None else None
         return None
@@ -112,14 +111,14 @@ class Store:
         return [found[place] for place in sorted(found)]
 
     def record(self, problem: Problem, config: Config, seconds: float | None, note: str = "") -> None:
-        """Keep a config's time on a problem, or with None that it can't run; replaces what was known."""
+        """Keep a config's time on a problem, or None if it cannot run. Replaces an earlier entry."""
         self.add([Row(key_of(problem), str(config), Timing(seconds, note, time.time()))])
 
     def add(self, rows: Sequence[Row], *, if_newer: bool = False) -> None:
         """Keep rows, in the file or else in memory.
 
         Args:
-            if_newer: replace only what was measured before.
+            if_newer: replace only entries that were measured earlier.
         """
         if self.path is None:
             self._say("write", f"{self.why}; timings last as long as this process")
@@ -141,13 +140,13 @@ class Store:
                 known[row.config] = row.timing
 
     def _stamp(self) -> tuple[int, int, int] | None:
-        """Tells the file's states apart; None where there is no file."""
+        """An identity of the file's state; None if there is no file."""
         if self.path is None:
             return None
         try:
             status = os.stat(self.path)
         except OSError:
-            # Missing, or behind a directory that can't be entered: either way there is nothing to read.
+            # The file is missing, or its directory cannot be entered. In both cases there is nothing to read.
             return None
         return status.st_ino, status.st_mtime_ns, status.st_size
 
@@ -183,7 +182,7 @@ def _config(text: str) -> Config | None:
 
 
 def current() -> Store | None:
-    """The store of this process's environment; None where it is turned off."""
+    """The store of this process's environment; None if it is turned off."""
     if os.environ.get("GEMMERY_STORE", "1").lower() in ("0", "off", "false", "no"):
         return None
     directory = os.environ.get("GEMMERY_CACHE_DIR")
@@ -192,13 +191,13 @@ def current() -> Store | None:
 
 @functools.lru_cache(16)
 def _at(directory: str | None, cache: str | None, home: str | None) -> Store:
-    """The store in a directory, else in the user's cache directory, which depends on the other two."""
+    """The store in a directory, otherwise in the user's cache directory, which depends on the other two."""
     place = Path(directory) if directory else _user_cache()
     return Store(place / FILE if place is not None else None)
 
 
 def _user_cache() -> Path | None:
-    """gemmery's directory in the user's cache; None where there is no home."""
+    """gemmery's directory in the user's cache; None if there is no home directory."""
     try:
         from platformdirs import user_cache_dir
 

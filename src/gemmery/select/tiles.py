@@ -1,4 +1,4 @@
-"""The tiles worth considering, as data: for every family of GPUs and every kind of operand, one row a config.
+"""The tiles worth considering, as data: one row for each config, by family of GPUs and kind of operand.
 
 A row reads `MxNxK group_m num_warps num_stages efficiency` and then, where they apply, the words
 
@@ -13,7 +13,8 @@ A row reads `MxNxK group_m num_warps num_stages efficiency` and then, where they
 
 The efficiency is the part of the device's achievable rate that the tile's main loop reaches once it is running: fitted
 to measurements for Hopper on an H200, estimated elsewhere. Every row compiles without spills on every architecture of
-its family, which `make check-targets` proves; another Triton allocates registers otherwise, so a plan asks again.
+its family, which `make check-targets` proves; another version of Triton allocates registers differently, so a plan
+checks again.
 """
 
 from __future__ import annotations
@@ -291,7 +292,7 @@ AMPERE: dict[str, Rows] = {
     },
 }
 
-# The same instructions as Ampere's with less shared memory.
+# The instructions of Ampere, with less shared memory.
 ADA: dict[str, Rows] = AMPERE | {
     "half": {
         ("pointer", "tile"): """
@@ -304,7 +305,7 @@ ADA: dict[str, Rows] = AMPERE | {
     },
 }
 
-# sm_120: Ada's instructions again, but its compiler finds other registers.
+# sm_120: the instructions of Ada, but its compiler allocates registers differently.
 BLACKWELL_RTX: dict[str, Rows] = ADA | {
     "half": {
         ("pointer", "tile"): """
@@ -395,7 +396,7 @@ RDNA: dict[str, Rows] = {
     },
 }
 
-# Every path that a kernel can take, in tiles that an interpreter gets through.
+# Every path of the kernels, in tiles that are small enough for an interpreter.
 INTERPRETER: dict[str, Rows] = {
     kind: {
         ("descriptor", "persistent"): "64x64x64 8 4 3 1.0 split tail=2",
@@ -405,7 +406,7 @@ INTERPRETER: dict[str, Rows] = {
     for kind in HOPPER
 }
 
-#: Families of which all rows for one kind of operand, but for those that say `apart`, give the same bits as long as K
+#: Families in which all rows for one kind of operand, except for those marked `apart`, give the same bits as long as K
 #: is not cut: their instruction sums along K in an order that does not depend on the tile. Measured on an H200, which
 #: tests/gpu/test_invariance.py repeats. In the others a single row serves all products that must be batch-invariant.
 ALIKE = frozenset({"hopper"})
