@@ -31,8 +31,8 @@ FILL, FILLED = 7.05e-9, 0.615
 #: matrix takes. Fitted with the model of tiles of any width.
 FUNCTION, ELEMENT = 0.85e-10, 0.4e-10
 #: Seconds that a thread takes for each byte of a matrix that is added behind the sum, while nothing else runs on its
-#: multiprocessor. Fitted to 8192x4096x8192 products on an H200, of which the first is added in float32 and 16 bits in
-#: seven configs each (`benchmarks/results/training/parts.json` has those of float32).
+#: multiprocessor. Fitted to a product of 8192x4096x8192 on an H200 that is added to a matrix of float32 and of bf16,
+#: in up to eight configs each (`benchmarks/results/looks/added-bf16.json`).
 ADDED = 1.0e-8
 #: Standard deviation of the sizes of groups over their mean, besides what chance adds. Experts of trained models have
 #: Gini coefficients of 0.1 to 0.25 (arXiv:2605.20982). And the sizes that stand for all, in standard deviations.
