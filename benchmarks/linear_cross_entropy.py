@@ -10,6 +10,7 @@ not installed are left out, with the reason. Each step is written behind it to D
 """
 
 import argparse
+import datetime
 import gc
 import json
 import random
@@ -34,6 +35,7 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 import gemmery  # noqa: E402
 from gemmery import epilogues  # noqa: E402
 from gemmery import logits as library  # noqa: E402
+from gemmery.lab.results import commit  # noqa: E402
 
 #: Tokens, classes, features.
 SIZES = {
@@ -43,8 +45,10 @@ SIZES = {
 OURS, LIGER = "gemmery", "Liger"
 #: Configs of a product that is added to float32, beside the one that is chosen.
 ADDING = (
-    "128x256x64-g16-w8-s4-tile-descriptor/2", "128x256x64-g16-w8-s3-tile-descriptor/2",
-    "128x192x64-g16-w8-s4-tile-descriptor", "128x128x64-g16-w8-s4-persistent-descriptor/2",
+    "128x256x64-g16-w8-s3-persistent-descriptor/2", "128x256x64-g16-w8-s3-persistent-descriptor/2-t2",
+    "128x256x64-g16-w8-s3-persistent-descriptor/2-t4", "128x256x64-g8-w8-s4-tile-descriptor/2",
+    "128x256x64-g16-w8-s3-tile-descriptor/2", "128x128x64-g8-w8-s6-tile-descriptor",
+    "64x256x64-g8-w4-s5-tile-descriptor",
 )  # fmt: skip
 #: Seconds of load and of timing.
 LOAD, TIMED = 0.25, 0.35
@@ -57,12 +61,13 @@ Method = Callable[[Tensor, Tensor, Tensor], Tensor]
 class Report:
     """The results, written after each step."""
 
-    def __init__(self, folder: Path, step: str) -> None:
+    def __init__(self, folder: Path, step: str, rounds: int = 0) -> None:
         self.path = folder / f"{step}.json"
         properties = torch.cuda.get_device_properties(0)
         self.data: dict[str, Any] = {
             "step": step, "gpu": properties.name, "torch": torch.__version__, "triton": triton.__version__,
-            "seconds": 0.0, "failed": {},
+            "cuda": torch.version.cuda, "commit": commit(), "date": datetime.datetime.now(datetime.UTC).isoformat(),
+            "protocol": {"rounds": rounds}, "seconds": 0.0, "failed": {},
         }  # fmt: skip
         self.begun = time.perf_counter()
 
@@ -189,13 +194,14 @@ def torch_compiled() -> Method:
     return torch.compile(eager)
 
 
-def methods_of(size: str, report: Report) -> dict[str, Method]:
+def methods_of(size: str, report: Report, few: bool) -> dict[str, Method]:
     """The functions to time, the most important first."""
     makers: dict[str, Callable[[], Method]] = {OURS: ours, LIGER: liger}
     makers["torch, eager"] = lambda: eager
     makers["torch.compile"] = torch_compiled
     if size == "bar":
-        makers |= {f"{OURS}, {n} columns": lambda n=n: ours(n) for n in (4096, 6144, 16384)}
+        makers |= {f"{OURS}, {n} columns": lambda n=n: ours(n) for n in (8192, 16384)}
+    if size == "bar" and not few:
         makers |= {f"sketch, {n} rows, 16 bits": lambda n=n: walk(n, False) for n in (1024, 2048)}
         makers |= {"sketch, 2048 rows, 32 bits": lambda: walk(2048, True)}
         makers[f"{LIGER}, 32 bits"] = lambda: liger(True)
@@ -378,14 +384,14 @@ def steady(call: Callable[[], Any], seconds: float, scale: float = 1.0) -> float
     return span(call, max(2, round(scale * TIMED / seconds)), max(1, round(scale * LOAD / seconds)))
 
 
-def time_size(size: str, rounds: int, report: Report, budget: float) -> None:
+def time_size(size: str, rounds: int, report: Report, budget: float, few: bool) -> None:
     """Times and memory of all methods, as long as there is time."""
     x, weight, target = inputs_of(*SIZES[size])
     rows: dict[str, dict[str, Any]] = report.data.setdefault("methods", {})
     report.data["size"] = SIZES[size]
     calls: dict[str, Callable[[], Any]] = {}
     exact = Exact.of(x, weight, target)
-    for name, method in methods_of(size, report).items():
+    for name, method in methods_of(size, report, few).items():
         if time.perf_counter() - report.begun > 0.6 * budget:
             report.data["failed"][name] = "left out: no time"
             continue
@@ -553,10 +559,11 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--size", choices=list(SIZES), default="bar")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--few", action="store_true", help="no sketches, and no sums in 32 bits")
     parser.add_argument("--budget", type=float, default=60.0, help="seconds after which no new round begins")
     options = parser.parse_args()
     step = options.step if options.step != "time" else f"time-{options.size}"
-    report = Report(options.out, step)
+    report = Report(options.out, step, options.rounds if options.step == "time" else 0)
     torch.backends.cuda.matmul.allow_tf32 = False
     if options.step == "check":
         report.attempt("behaviour", lambda: check_behaviour(report))
@@ -566,7 +573,7 @@ def main() -> int:
                 report.attempt(name, lambda name=name: check_case(name, (1000, 70001, 512), report))
                 report.save()
     elif options.step == "time":
-        time_size(options.size, options.rounds, report, options.budget)
+        time_size(options.size, options.rounds, report, options.budget, options.few)
     else:
         time_parts(report, options.budget)
     report.save()

@@ -9,9 +9,9 @@ pass, and the adapter's products are separate: that is what peft and bitsandbyte
 computed with gemmery's kernel that unpacks, which reads and writes each byte once; "bitsandbytes" is the package's own
 function, where it is installed. "peft's" has adapters in float32, as peft makes them by default.
 
-A time is that of many calls in a row ("steady"): each method loads the GPU with itself and is timed; methods take turns
-in a new order each round. Memory is the peak of one call beside its inputs, and what is kept between its passes. Each
-step is written behind it to DIR/STEP.json.
+A time is that of many calls in a row ("steady"), from Python and in a CUDA graph: each method loads the GPU with itself
+and is timed; methods take turns in a new order each round. Memory is the peak of one call beside its inputs, and what
+is kept between its passes. Each step is written behind it to DIR/STEP.json.
 """
 
 import argparse
@@ -51,8 +51,8 @@ RANKS = (16, 64)
 OTHERS = ((4096, 14336, 4096), (4096, 4096, 14336))
 OURS, PATH = "gemmery", "dequantize, torch"
 SCALE = 2.0
-#: Seconds of load and of timing.
-LOAD, TIMED = 0.12, 0.2
+#: Seconds of load and of timing, and calls in a CUDA graph.
+LOAD, TIMED, CAPTURED = 0.05, 0.1, 4
 #: bitsandbytes' own formats.
 BNB = {"nf4 g64": "nf4"}
 
@@ -239,8 +239,9 @@ def check_behaviour(report: Report) -> None:
     def call(
         function: Call = lambda x, a, b: gemmery.lora_linear(x, weight, a, b, scale=SCALE),
     ) -> list[Tensor]:
-        y = function(x, a, b)
-        return [y.detach(), *torch.autograd.grad(y, [x, a, b], up)]
+        leaves = [t.detach().requires_grad_() for t in (x, a, b)]
+        y = function(*leaves)
+        return [y.detach(), *torch.autograd.grad(y, leaves, up)]
 
     found: dict[str, Any] = report.data.setdefault("behaviour", {})
     first = call()
@@ -320,8 +321,18 @@ def measured(call: Callable[[], Any], forward: Callable[[], Any]) -> dict[str, A
         "kept": kept,
         "estimate": span(call, 5),
         "rounds": [],
+        "graph": [],
         "forward": [],
     }
+
+
+def captured(call: Callable[[], Any]) -> Callable[[], Any]:
+    """A replay of a CUDA graph of `CAPTURED` calls."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(CAPTURED):
+            call()
+    return graph.replay
 
 
 def time_case(
@@ -340,10 +351,13 @@ def time_case(
     label = f"{name}, rank {r}, adapter {str(adapter)[6:]}, {'x'.join(map(str, size))}"
     rows: dict[str, Any] = report.data.setdefault("cases", {}).setdefault(label, {})
     calls: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {}
+    graphs: dict[str, Callable[[], Any]] = {}
     for method, function in methods_of(name, weight, dense, adapter, report, few).items():
 
         def both(function: Call = function) -> Any:
-            return torch.autograd.grad(function(x, a, b), [x, a, b], up)
+            # New leaves: torch keeps the stream on which it first met a leaf, and that may not be the one of a capture.
+            leaves = [t.detach().requires_grad_() for t in (x, a, b)]
+            return torch.autograd.grad(function(*leaves), leaves, up)
 
         def forward(function: Call = function) -> Tensor:
             return function(x, a, b)
@@ -351,11 +365,18 @@ def time_case(
         found = report.attempt(f"{label}: {method}", lambda c=both, f=forward: measured(c, f))
         if found is not None:
             rows[method], calls[method] = found, (both, forward)
+            graphs[method] = report.attempt(f"{label}: {method}, graph", lambda c=both: captured(c))
+            if graphs[method] is None:
+                del graphs[method]
     order = random.Random(0)
     for _ in range(rounds):
         for method in order.sample(list(calls), len(calls)):
             both, forward = calls[method]
             rows[method]["rounds"].append(steady(both, rows[method]["estimate"]))
+            if method in graphs:
+                rows[method]["graph"].append(
+                    steady(graphs[method], rows[method]["estimate"] * CAPTURED) / CAPTURED
+                )
             with torch.no_grad():
                 rows[method]["forward"].append(steady(forward, rows[method]["estimate"] / 2) if few else 0.0)
     print(label, flush=True)
@@ -363,10 +384,12 @@ def time_case(
         if not row["rounds"]:
             continue
         row["median"] = statistics.median(row["rounds"])
-        pairs = zip(row["rounds"], rows[OURS]["rounds"], strict=False) if OURS in rows else []
-        row["this / ours"] = statistics.median([t / o for t, o in pairs] or [0.0])
+        for kind, name in (("rounds", "this / ours"), ("graph", "this / ours, graph")):
+            pairs = zip(row[kind], rows[OURS][kind], strict=False) if OURS in rows else []
+            row[name] = statistics.median([t / o for t, o in pairs] or [0.0])
         print(
-            f"  {method:24} {row['median'] * 1e6:8.1f} us  = {row['this / ours']:.3f} x ours; forward "
+            f"  {method:24} {row['median'] * 1e6:8.1f} us  = {row['this / ours']:.3f} x ours; in a graph "
+            f"{statistics.median(row['graph'] or [0.0]) * 1e6:8.1f} us = {row['this / ours, graph']:.3f} x; forward "
             f"{statistics.median(row['forward']) * 1e6:7.1f} us; peak {row['peak'] / 2**20:6.1f} MiB, kept "
             f"{row['kept'] / 2**20:6.1f}",
             flush=True,
@@ -500,7 +523,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--budget", type=float, default=600.0, help="seconds")
     args = parser.parse_args()
-    report = Report(args.out, f"lora-{args.step}")
+    report = Report(args.out, f"lora-{args.step}", args.rounds if args.step == "time" else 0)
     if args.step == "check":
         check(report, args.budget)
     elif args.step == "time":

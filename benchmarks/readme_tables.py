@@ -24,6 +24,7 @@ from benchmarks import (  # noqa: E402
     sharded_model_summary,
     sharded_rows_summary,
     sparse_summary,
+    training_summary,
 )
 from benchmarks import lowbit as packed  # noqa: E402
 from benchmarks.records import (  # noqa: E402
@@ -291,6 +292,16 @@ def of_peers(products: Sequence[Data], steps: Sequence[Data]) -> str:
     return "\n\n".join(parts)
 
 
+def of_training(results: Sequence[Data], name: str) -> str:
+    """Everything between the marks of docs/training.md or docs/adapters.md; "" where nothing was measured."""
+    s = training_summary
+    head, lines, about, steps, align = {
+        "training": (s.LOSS_HEAD, s.loss_lines(results), s.LOSS_ABOUT, "time-", "llrrrr"),
+        "adapters": (s.LORA_HEAD, s.lora_lines(results), s.LORA_ABOUT, "lora-time", "llrrrrr"),
+    }[name]
+    return "\n\n".join([_table(head, lines, align), about, s.places(results, steps)]) if lines else ""
+
+
 # --- every row ------------------------------------------------------------------------------------------------------
 
 
@@ -394,6 +405,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--blocks", type=Path, default=ROOT / "docs" / "blocks.md", metavar="FILE")
     parser.add_argument("--distributed", type=Path, default=ROOT / "docs" / "distributed.md", metavar="FILE")
     parser.add_argument("--peers", type=Path, default=ROOT / "docs" / "when-to-use-what.md", metavar="FILE")
+    parser.add_argument("--training", type=Path, default=ROOT / "docs" / "training.md", metavar="FILE")
+    parser.add_argument("--adapters", type=Path, default=ROOT / "docs" / "adapters.md", metavar="FILE")
     parser.add_argument("--rows", type=Path, default=ROOT / "benchmarks" / "RESULTS.md", metavar="FILE")
     options = parser.parse_args(arguments)
     try:
@@ -412,9 +425,13 @@ def main(arguments: list[str] | None = None) -> int:
         of_kinds = [x.read(options.results) for x in kinds]
         if any(of_kinds) and options.distributed.exists():
             pages.append((options.distributed, rewritten(options.distributed, of_ranks(*of_kinds))))
-        products, steps = peers_summary.read(options.results)
-        if (products or steps) and options.peers.exists():
-            pages.append((options.peers, rewritten(options.peers, of_peers(products, steps))))
+        products, generation = peers_summary.read(options.results)
+        if (products or generation) and options.peers.exists():
+            pages.append((options.peers, rewritten(options.peers, of_peers(products, generation))))
+        steps = training_summary.read(options.results)
+        for name, path in (("training", options.training), ("adapters", options.adapters)):
+            if path.exists() and (text := of_training(steps, name)):
+                pages.append((path, rewritten(path, text)))
     except ValueError as error:
         print(f"readme_tables: {error}", file=sys.stderr)
         return 2

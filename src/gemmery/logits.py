@@ -38,7 +38,7 @@ from .product.seen import in_transform, needs_dispatcher
 #: Elements of a block of the logits' gradient, about: of one that lies in the weight's gradient; of one with memory of
 #: its own beside such blocks; and of one where there is no gradient of the weight. 64 MB of 16 bits are not more than
 #: the sum of x's gradient takes where it is rounded.
-BLOCK, LAST_BLOCK, OWN_BLOCK = 1 << 27, 1 << 25, 1 << 26
+BLOCK, LAST_BLOCK, OWN_BLOCK = 1 << 28, 1 << 25, 1 << 26
 #: Columns of such a block: a multiple of this, so that tiles are whole, and no fewer than that many.
 _MULTIPLE, _FEWEST = 256, 1024
 #: What a gradient is divided by at least.

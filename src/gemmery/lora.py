@@ -6,8 +6,8 @@ gradients of a and b, and that of x is `g @ weight`, to which an epilogue adds `
 large as x or the result is a pass of its own. Kept for the backward pass are x and u.
 
 Where a packed weight is unpacked, `scale * b @ a` is added to its numbers before they are rounded, and the large
-product is all that is left: no z is written or read. That is so in backward passes, and in forward passes of many rows,
-for which unpacking takes less time than z does.
+product is all that is left: no z is written or read. That is so in backward passes, and in forward passes in which z
+would have as many elements as the weight or more.
 
 u and v are stored transposed, (r, M). Then each thin product has r rows, as that of a few tokens with a weight, and all
 other factors lie in memory as products read them best.
@@ -40,9 +40,6 @@ from .product.seen import autocast_dtype, check_forward_mode, in_transform, need
 _OP = "lora_linear"
 _TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 RESIDUAL = Epilogue(residual)
-#: Rows from which on a packed weight is unpacked in the forward pass, with the adapter added to it: there the product
-#: takes as long as its tensor cores, and unpacking less than the matrix that is added otherwise.
-MANY = 1024
 
 
 def lora_linear(
@@ -61,10 +58,10 @@ def lora_linear(
 
     Low-rank adaptation is by Hu et al., "LoRA", 2021; over a weight of four bits it is QLoRA (Dettmers et al., 2023).
     The adapter's part is added in the epilogue of the large product, before that is rounded, and the backward pass adds
-    the two gradients of x alike. A packed weight is unpacked by a kernel for 1024 rows of x or more and in the backward
-    pass, with `scale * b @ a` added before it is rounded to x's type, and freed behind the product. With
-    `batch_invariant`, and with `lora_x`, it is never whole in memory in the forward pass. What is kept for the backward
-    pass is x, or `lora_x`, and `x @ a.T`.
+    the two gradients of x alike. A kernel unpacks a packed weight in the backward pass, and in a forward pass with at
+    least as many rows of x as columns; it adds `scale * b @ a` before it rounds to x's type. The copy is freed behind
+    the product. With `batch_invariant`, and with `lora_x`, the weight is never whole in memory in the forward pass.
+    What is kept for the backward pass is x, or `lora_x`, and `x @ a.T`.
 
     There are gradients of x, a, b, bias and `lora_x`. The weight is frozen; a dense one that requires a gradient gets
     it, by separate products.
@@ -257,7 +254,8 @@ def _forward(
     kind = x.dtype
     with inner_products(x):
         a, b, bias = a.to(kind), b.to(kind), None if bias is None else bias.to(kind)
-        merges = lora_x is None and not batch_invariant and x.shape[0] >= MANY and _merges(operand, x)
+        # The unpacked weight (N, K) is written and read in place of z (M, N).
+        merges = lora_x is None and not batch_invariant and x.shape[0] >= x.shape[1] and _merges(operand, x)
         u = None
         if needs_u or not merges:
             u = _thin(a, x if lora_x is None else lora_x, scale, precision, batch_invariant)

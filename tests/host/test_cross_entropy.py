@@ -190,8 +190,9 @@ def test_blocks_cover_all_columns(most, is_kept):
 
 def test_large_blocks_take_no_memory_of_their_own():
     blocks = list(logits.blocks_of(8192, 131072, 4096, None, is_kept=True))
-    assert [x.place is None for x in blocks] == [False] * 11 + [True] * 3
-    assert {x.columns.stop - x.columns.start for x in blocks[:5]} == {16384}
+    widths = [(x.columns.stop - x.columns.start, x.place is None) for x in blocks]
+    halved = [width for width in (16384, 8192, 4096) for _ in range(3)]
+    assert widths == [(32768, False), *((width, False) for width in halved), *[(4096, True)] * 3]
 
 
 @pytest.mark.parametrize("dtype", [F32, torch.float64])

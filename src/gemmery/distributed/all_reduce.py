@@ -155,13 +155,13 @@ def _in_memory(
     op: str, a: Tensor, b: Any, bias: Any, functions: Functions, options: Options, shared: Shared,
     group: dist.ProcessGroup,
 ) -> Any:  # fmt: skip
-    """The sum by the ranks' memory; None where no way takes the call."""
+    """The sum through the memory that the ranks share, or None if neither way supports the call."""
     rows = as_matrices(0, a.shape[:-1], bias, functions)
     if rows is None:
         return None
     places, x, made = _places(op, a, b), moved(as_autocast(a), 0), None
     # The rows of different ranks are rounded differently.
-    if BY_ROWS <= x.shape[0] and places <= PARTIALS.most and not options.batch_invariant:
+    if x.shape[0] >= BY_ROWS and places <= PARTIALS.most and not options.batch_invariant:
         made = _by_rows(op, x, b, *rows, options, shared, group)
     if made is None and places <= SUMS.most:
         made = _in_kernel(op, x, b, *rows, options, shared, places)

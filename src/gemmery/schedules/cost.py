@@ -31,6 +31,10 @@ FILL, FILLED = 7.05e-9, 0.615
 #: Seconds that a function such as an activation takes for an element of a tile, and that reading or writing another
 #: matrix takes. Fitted with the model of tiles of any width.
 FUNCTION, ELEMENT = 0.85e-10, 0.4e-10
+#: Seconds that a thread takes for each byte of a matrix that is added behind the sum, while nothing else runs on its
+#: multiprocessor. Fitted to a product of 8192x4096x8192 on an H200 that is added to a matrix of float32 and of bf16,
+#: in up to eight configs each (`benchmarks/results/looks/added-bf16.json`).
+ADDED = 1.0e-8
 #: Standard deviation of the sizes of groups over their mean, besides what chance adds. Experts of trained models have
 #: Gini coefficients of 0.1 to 0.25 (arXiv:2605.20982). And the sizes that stand for all, in standard deviations.
 IMBALANCE = 0.36
@@ -115,6 +119,14 @@ def functions_of(problem: Problem) -> int:
 def calls_of(problem: Problem) -> float:
     """How often an epilogue calls a function, for each element of the product."""
     return functions_of(problem) * problem.out_n / problem.N
+
+
+def added(problem: Problem, space: Space) -> Floats:
+    """Seconds for each element of a tile in which a matrix is added that no traced epilogue reads; see `ADDED`."""
+    if problem.epilogue != "add_matrix" or problem.addend is None:
+        return np.zeros(1)
+    threads = space.num_warps * problem.device.target.warp_size
+    return np.asarray(ADDED * problem.addend.dtype.itemsize / threads)
 
 
 def fitted(problem: Problem) -> bool:

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..kernels import gemm
 from .binding import Binding, epilogue_subtiles
-from .cost import ELEMENT, FUNCTION, STORE, Floats, calls_of, fitted
+from .cost import ELEMENT, FUNCTION, STORE, Floats, added, calls_of, fitted
 from .tile import Tile
 from .walk import Ints, Walk, in_turn, whole_tiles
 from .waves import Waves
@@ -59,11 +59,12 @@ class Persistent(Tile):
         """See `Tile.around`."""
         return np.asarray(start + work * store * STORE)
 
-    def epilogue(self, problem: Problem) -> float:
+    def epilogue(self, problem: Problem, space: Space, together: Floats) -> Floats:
         """See `Tile.epilogue`. A multiprocessor has one program."""
+        seconds = added(problem, space)
         if not fitted(problem) or problem.fusion is None:
-            return 0.0
-        return calls_of(problem) * FUNCTION + len(problem.fusion.matrix_operands) * ELEMENT
+            return seconds
+        return seconds + calls_of(problem) * FUNCTION + len(problem.fusion.matrix_operands) * ELEMENT
 
     def walk(self, problem: Problem, config: Config) -> Walk:
         """Whole tiles, and behind them the small tiles of the tail."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from .base import Forms, Schedule
 from .binding import Binding, band_within, refusal_of
-from .cost import OVERLAP, TAIL_EFFICIENCY, Costs, Floats, Given, Stream, filled, fitted
+from .cost import OVERLAP, TAIL_EFFICIENCY, Costs, Floats, Given, Stream, added, filled, fitted
 from .walk import Walk, whole_tiles
 from .waves import Split, Waves, cut_last_wave
 
@@ -101,7 +101,7 @@ class Tile(Schedule):
         store = area * p.out.dtype.itemsize / device.store_bandwidth
         once = device.delays.launch - sooner + self.around(work, together, device.delays.start, store)
         once = once + FIND * (given.in_groups | ((given.ragged == "k") & (parts > 1)))
-        once = once + work / parts * area * self.epilogue(p)
+        once = once + work / parts * area * self.epilogue(p, s, together)
         reduction = np.where(
             parts > 1, device.delays.reduction + parts * area * 4.0 / device.store_bandwidth, 0.0
         )
@@ -147,9 +147,13 @@ class Tile(Schedule):
         """Seconds before the first step and behind the last one of the tiles of a multiprocessor."""
         return np.asarray(np.ceil(work / together) * (start + store))
 
-    def epilogue(self, problem: Problem) -> float:
-        """Seconds that a traced epilogue adds for an element. Programs beside this one multiply meanwhile."""
-        return 0.0
+    def epilogue(self, problem: Problem, space: Space, together: Floats) -> Floats:
+        """Seconds that an epilogue adds for an element. Programs beside this one multiply meanwhile.
+
+        Args:
+            together: programs that a multiprocessor holds at once.
+        """
+        return np.asarray(added(problem, space) * (together == 1))
 
     def band(self, problem: Problem, config: Config) -> int:
         return band_within(problem, config, config.group_m)
