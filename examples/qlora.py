@@ -38,14 +38,15 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 SMALL, LARGE = (64, 2, 4, 32), (2048, 8, 4, 1024)
 
 
-def random_model(hidden: int, layers: int) -> LlamaForCausalLM:
+def random_model(hidden: int, layers: int, device: str) -> LlamaForCausalLM:
     """A Llama over bytes, quantized; the same one each time."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=256, hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers,
         num_attention_heads=hidden // 64, num_key_value_heads=max(hidden // 256, 1),
     )  # fmt: skip
-    model = LlamaForCausalLM(config).bfloat16()
+    with torch.device(device):
+        model = LlamaForCausalLM(config).bfloat16()
     gemmery.nn.quantize(model, "nf4")
     return model
 
@@ -121,7 +122,7 @@ def main() -> None:
 
     def base() -> torch.nn.Module:
         if args.model is None:
-            return random_model(hidden, layers).to(device)
+            return random_model(hidden, layers, device)
         how = {"quantization_config": GemmeryConfig("nf4", group_size=64), "dtype": torch.bfloat16}
         return AutoModelForCausalLM.from_pretrained(args.model, device_map=device, **how)
 

@@ -70,6 +70,7 @@ def mebibytes(model: nn.Module) -> float:
 
 def generate(model: Any, tokenizer: Any, inputs: dict[str, Tensor], count: int) -> None:
     """Print `count` more tokens of each prompt, and the speed."""
+    model.generate(**inputs, max_new_tokens=2, do_sample=False)  # compiles what is not compiled yet
     begun = time.perf_counter()
     ids = model.generate(**inputs, max_new_tokens=count, do_sample=False)
     taken = time.perf_counter() - begun

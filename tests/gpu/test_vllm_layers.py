@@ -26,11 +26,11 @@ with there():
 K, N = (256, 48) if DRY else (2048, 1536)
 
 
-def quantized(x, weight_in_blocks):
-    """fp8 activations with their scales."""
-    parts = x.float().unflatten(1, (-1, 128)) if weight_in_blocks else x.float()[:, None]
+def quantized(x, in_blocks):
+    """fp8 activations with their scales, a row's or one per 128 columns."""
+    parts = x.float().reshape(len(x), -1, 128 if in_blocks else K)
     scale = parts.abs().amax(-1) / 448
-    return (parts / scale[..., None]).flatten(1).to(FP8), scale
+    return (parts / scale[..., None]).reshape(x.shape).to(FP8), scale
 
 
 def dense():
@@ -85,14 +85,16 @@ def fp8_in_blocks():
 def made(request):
     """A layer as a function, its weight and its bias in float32."""
     torch.manual_seed(0)
-    with there(), torch.device(DEVICE), torch.no_grad():
-        yield request.param()
+    with there(), torch.no_grad():
+        with torch.device(DEVICE):
+            made = request.param()
+        yield made
 
 
 @pytest.mark.parametrize("rows", (1, 17, 300))
 def test_results(made, rows):
     run, weight, bias = made
-    x = torch.randn(rows, K).bfloat16()
+    x = torch.randn(rows, K, device=DEVICE).bfloat16()
     want = x.double() @ weight.double().T + bias
     # Activations of fp8 have 4 bits.
     assert (run(x) - want).norm() < 3e-2 * want.norm()
@@ -101,7 +103,7 @@ def test_results(made, rows):
 @needs_cuda
 def test_in_a_graph(made):
     run, *_ = made
-    x = torch.randn(16, K).bfloat16()
+    x = torch.randn(16, K, device=DEVICE).bfloat16()
     want = run(x).clone()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -116,5 +118,5 @@ def test_compiled(made):
     run, *_ = made
     compiled = torch.compile(lambda x: run(x), fullgraph=True, dynamic=True)
     for rows in (16, 33):
-        x = torch.randn(rows, K).bfloat16()
+        x = torch.randn(rows, K, device=DEVICE).bfloat16()
         torch.testing.assert_close(compiled(x), run(x), rtol=2e-2, atol=0.5)

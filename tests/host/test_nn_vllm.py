@@ -331,7 +331,7 @@ def test_fp8_of_other_kernels():
         assert [kernel.is_supported(x)[0] for x in (None, 80, 89, 90)] == [True, False, True, True]
 
 
-@pytest.mark.parametrize("kind", ("int", "fp8"))
+@pytest.mark.parametrize("kind", ("int", "fp8", "fp8_block"))
 def test_kernels_compiled(kind):
     if kind == "int":
         kernel, layer, _ = int_layer(4, 32, True, "gptq")
@@ -339,6 +339,13 @@ def test_kernels_compiled(kind):
 
         def run(x):
             return kernel.apply_weights(layer, x)
+    elif kind == "fp8_block":
+        kernel = GemmeryFp8BlockKernel(fp8_config((1, 128), (128, 128)))
+        weight, scale = torch.randn(48, 128).to(FP8), torch.rand(1, 1)
+
+        def run(x):
+            of_x = x.float().abs().amax(1, keepdim=True) / 448
+            return kernel.apply_block_scaled_mm((x / of_x).to(FP8), weight, of_x, scale)
     else:
         kernel = GemmeryFp8Kernel(fp8_config((1, -1), (-1, 1)), NAMES)
         weight, scale = torch.randn(48, 128).to(FP8), torch.rand(48, 1)

@@ -1,20 +1,24 @@
 """A Llama in vLLM with the quantization "gemmery", on the CPU, where vLLM's compiled parts need not be there.
 
     VLLM_TARGET_DEVICE=cpu python tests/package/vllm_model.py int4
+    VLLM_TARGET_DEVICE=cpu python tests/package/vllm_model.py compressed-int4
 
-vLLM creates, loads and processes the model. Each linear layer has to give the bits of gemmery.linear with the weight
-quantized by gemmery, and the logits have to be those of transformers with such weights. What is in vLLM's compiled
-parts runs in torch here: attention, and the vendor's product of the embeddings.
+With the name of a format, vLLM creates, loads and processes the model. Each linear layer has to give the bits of gemmery.linear with the weight
+quantized by gemmery. With "compressed-", the checkpoint is one of compressed-tensors, vLLM reads it, and each layer has
+to be computed by gemmery's kernel. In both cases, the logits have to be those of transformers with such weights. What
+is in vLLM's compiled parts runs in torch here: attention, and the vendor's product of the embeddings.
 """
 
 import argparse
 import json
 import os
 import tempfile
+from pathlib import Path
 
 os.environ["VLLM_PLUGINS"] = ""  # this script registers the plugin itself
 
 import torch
+from safetensors.torch import save_file
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 from vllm.config import set_current_vllm_config
@@ -25,11 +29,13 @@ from vllm.model_executor.custom_op import CustomOp
 from vllm.model_executor.layers import utils, vocab_parallel_embedding
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.model_loader import get_model_loader
+from vllm.platforms import current_platform
 
 import gemmery.nn
 from gemmery.nn import vllm as plugin
+from gemmery.nn.vllm import kernels
 
-HIDDEN, WIDTH, TOKENS = 128, 256, 9
+HIDDEN, WIDTH, TOKENS, GROUP = 128, 256, 9, 32
 #: What vLLM makes one layer of.
 PARTS = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -56,13 +62,60 @@ def in_torch():
         torch.accelerator.empty_cache = lambda: None
 
 
-def loaded(folder, options):
+def compressed(model, kind):
+    """Gives the linear layers of a model the values of quantized weights.
+
+    Returns:
+        The tensors of a checkpoint of compressed-tensors, and its configuration.
+    """
+    tensors = {name: x for name, x in model.state_dict().items() if "_proj" not in name}
+    for name, layer in model.named_modules():
+        if not name.endswith("_proj"):
+            continue
+        weight = layer.weight.data.float()
+        parts = weight.unflatten(1, (-1, GROUP if kind == "int4" else weight.shape[1]))
+        scales = (parts.abs().amax(-1) / (7 if kind == "int4" else 448)).bfloat16()
+        numbers = parts / scales.float()[..., None]
+        if kind == "int4":
+            numbers = numbers.round().clamp(-8, 7)
+            codes = (numbers.flatten(1) + 8).to(torch.int64).unflatten(1, (-1, 8))
+            words = (codes << torch.arange(0, 32, 4)).sum(-1)
+            tensors[f"{name}.weight_packed"] = torch.where(words < 1 << 31, words, words - (1 << 32)).int()
+            tensors[f"{name}.weight_shape"] = torch.tensor(weight.shape)
+        else:
+            numbers = numbers.to(torch.float8_e4m3fn)
+            tensors[f"{name}.weight"] = numbers.flatten(1)
+        tensors[f"{name}.weight_scale"] = scales
+        layer.weight.data = (numbers.float() * scales.float()[..., None]).flatten(1).to(layer.weight.dtype)
+    of_weight = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}
+    of_x = None
+    if kind == "fp8":
+        of_weight = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
+        of_x = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
+    group = {"targets": ["Linear"], "weights": of_weight, "input_activations": of_x}
+    return tensors, {
+        "quant_method": "compressed-tensors", "config_groups": {"group_0": group}, "ignore": ["lm_head"],
+        "format": "pack-quantized" if kind == "int4" else "float-quantized", "quantization_status": "compressed",
+    }  # fmt: skip
+
+
+def write(model, kind, folder):
+    """A checkpoint of compressed-tensors."""
+    tensors, quantization = compressed(model, kind)
+    save_file({name: x.contiguous() for name, x in tensors.items()}, Path(folder) / "model.safetensors")
+    config = {
+        **model.config.to_dict(),
+        "architectures": ["LlamaForCausalLM"],
+        "quantization_config": quantization,
+    }
+    (Path(folder) / "config.json").write_text(json.dumps(config))
+
+
+def loaded(folder, **how):
     """vLLM's model from a folder, and its configuration."""
-    how = {"quantization_config_dict_json": json.dumps(options)} if options else {}
     config = EngineArgs(
-        model=folder, quantization="gemmery", hf_overrides=how, skip_tokenizer_init=True, dtype="bfloat16",
-        max_model_len=64, enforce_eager=True,
-    ).create_engine_config()  # fmt: skip
+        model=folder, skip_tokenizer_init=True, dtype="bfloat16", max_model_len=64, enforce_eager=True, **how
+    ).create_engine_config()
     with set_current_vllm_config(config), tempfile.NamedTemporaryFile() as store:
         init_distributed_environment(1, 0, f"file://{store.name}.ranks", 0, "gloo")
         initialize_model_parallel(1, 1)
@@ -80,13 +133,35 @@ def weight_of(layer, names, options):
     return dense if not options or left else gemmery.quantize(dense, options["format"])
 
 
+def check_layers(original, model, options):
+    """Each linear layer gives the bits of gemmery.linear."""
+    for ours, theirs in zip(original.model.layers, model.model.layers, strict=True):
+        for name, parts in PARTS.items():
+            layer = theirs.get_submodule(name)
+            x = torch.randn(5, WIDTH if name == "mlp.down_proj" else HIDDEN).bfloat16()
+            assert torch.equal(layer(x)[0], gemmery.linear(x, weight_of(ours, parts, options))), name
+            print(f"{name}: {type(layer.quant_method).__name__}, the same bits")
+
+
+def check_kernels(model, wanted):
+    """Each linear layer has one of gemmery's kernels."""
+    for block in model.model.layers:
+        for name in PARTS:
+            scheme = block.get_submodule(name).scheme
+            found = [x for x in vars(scheme).values() if isinstance(x, wanted)]
+            assert len(found) == 1, (name, vars(scheme))
+            print(f"{name}: {type(found[0]).__name__}")
+
+
 @torch.no_grad()
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("format", choices=("dense", "int4", "e4m3", "nf4", "mxfp4"))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    formats = ("dense", "int4", "e4m3", "nf4", "mxfp4", "compressed-int4", "compressed-fp8")
+    parser.add_argument("format", choices=formats)
     parser.add_argument("--left", nargs="*", default=[], help="ends of names of layers that stay dense")
     args = parser.parse_args()
-    options = {} if args.format == "dense" else {"format": args.format, "modules_to_not_convert": args.left}
     torch.manual_seed(0)
     original = LlamaForCausalLM(
         LlamaConfig(
@@ -94,29 +169,34 @@ def main():
             num_key_value_heads=2,
         )
     ).bfloat16()  # fmt: skip
-    plugin.register()
     in_torch()
+    _, is_compressed, kind = args.format.rpartition("compressed-")
     with tempfile.TemporaryDirectory() as folder:
-        original.save_pretrained(folder)
-        model, config = loaded(folder, options)
+        if is_compressed:
+            kernels.PLATFORMS = (current_platform._enum,)
+            os.environ[plugin.VARIABLE] = "int,fp8"
+            plugin.register()
+            write(original, kind, folder)
+            model, config = loaded(folder)
+            check_kernels(model, (kernels.GemmeryIntKernel, kernels.GemmeryFp8Kernel))
+        else:
+            plugin.register()
+            original.save_pretrained(folder)
+            options = {} if kind == "dense" else {"format": kind, "modules_to_not_convert": args.left}
+            how = {"quantization_config_dict_json": json.dumps(options)} if options else {}
+            model, config = loaded(folder, quantization="gemmery", hf_overrides=how)
+            check_layers(original, model, options)
+            if options:
+                gemmery.nn.quantize(original, kind, skip=("lm_head", *args.left))
 
-    for ours, theirs in zip(original.model.layers, model.model.layers, strict=True):
-        for name, parts in PARTS.items():
-            layer = theirs.get_submodule(name)
-            x = torch.randn(5, WIDTH if name == "mlp.down_proj" else HIDDEN).bfloat16()
-            want = gemmery.linear(x, weight_of(ours, parts, options))
-            assert torch.equal(layer(x)[0], want), name
-            print(f"{name}: {type(layer.quant_method).__name__}, the same bits")
-
-    if options:
-        gemmery.nn.quantize(original, args.format, skip=("lm_head", *args.left))
     ids = torch.randint(256, (TOKENS,))
     with set_current_vllm_config(config), set_forward_context(None, config):
         logits = model.compute_logits(model(ids, torch.arange(TOKENS))).float()
     want = original(ids[None]).logits[0].float()
-    difference = (logits - want).abs().max() / want.abs().max()
-    print(f"logits: largest difference {difference:.1e} of the largest")
-    assert difference < 2e-2
+    difference = (logits - want).norm() / want.norm()
+    print(f"logits: relative difference {difference:.1e}")
+    # Activations of fp8 have 4 bits.
+    assert difference < (1e-1 if args.format == "compressed-fp8" else 1e-2)
 
 
 if __name__ == "__main__":
