@@ -53,6 +53,12 @@ def compiled(function, *args, dynamic=False, **options):
     return results, "\n".join(code)
 
 
+def close(result, function, args):
+    """Whether a result is that of float64 but for rounding; libraries add in different orders."""
+    exact = function(*[x.double() for x in args])
+    return float((result.double() - exact).norm()) <= 5e-3 * float(exact.norm())
+
+
 def offers():
     """What was offered, by the operation and the shape."""
     return {(x.op, x.shape): x for x in gemmery.compile.choices()}

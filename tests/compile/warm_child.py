@@ -123,7 +123,7 @@ def main():
                 plans = [planned(weight, M)]
             else:
                 (operand,) = warm._operands(weight, False)
-                plans = [warm._plan(operand.problem(M, devices.TABLE["NVIDIA H200"]))]
+                plans = [warm.fitted(operand.problem(M, devices.TABLE["NVIDIA H200"]))]
             assert all(isinstance(plan._compiled, Kernel) for plan in plans)
         reports.append(
             {

@@ -161,8 +161,8 @@ def test_all_linear_layers_of_a_model_are_warmed_up():
 def test_what_is_warmed_up_is_what_a_call_runs(layers, monkeypatch):
     """Every problem that calls of the layer lead to was asked for by warming up, but for its M."""
     asked = set()
-    real = warm._plan
-    monkeypatch.setattr(warm, "_plan", lambda problem: asked.add(problem) or real(problem))
+    real = warm.fitted
+    monkeypatch.setattr(warm, "fitted", lambda problem: asked.add(problem) or real(problem))
     layer = layers(48, 80, dtype=torch.bfloat16)
     gemmery.warmup(layer, max_m=64)
     for shape in ((1, 48), (2, 48), (64, 48), (48,), (4, 16, 48), (1, 1, 48), (2, 3, 5, 48)):
@@ -231,8 +231,8 @@ def test_blocks_are_warmed_up_as_they_run(kind, monkeypatch, ran):
     """Every problem that a forward leads to is asked for, and for every M no other."""
     make, names = BLOCKS[kind]
     asked = []
-    real = warm._plan
-    monkeypatch.setattr(warm, "_plan", lambda problem: asked.append(problem) or real(problem))
+    real = warm.fitted
+    monkeypatch.setattr(warm, "fitted", lambda problem: asked.append(problem) or real(problem))
     block = make()
     warmed = gemmery.warmup(block, max_m=64)
     assert [name for one in warmed for name in one.names] == names

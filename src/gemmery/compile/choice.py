@@ -8,6 +8,7 @@ Importing this file registers the kernels, which is why compiled code imports it
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -22,6 +23,9 @@ from torch._inductor.virtualized import V
 
 from .. import __version__, devices
 from ..api import addmm, bmm, matmul
+from ..layout import make_problem
+from ..problem import Problem
+from ..tuning.warm import fitted
 from .record import PREFIX, Offer, offered
 
 #: In other types, gemmery is at most as fast as torch.
@@ -33,9 +37,12 @@ def _mm(a: Tensor, b: Tensor, *, out: Tensor) -> None:
 
 
 def _addmm(input: Tensor, a: Tensor, b: Tensor, *, out: Tensor, alpha: float = 1, beta: float = 1) -> None:
-    # Inductor expands a bias to the product's rows; a vector is read once.
-    bias = input[0] if input.dim() == 2 and input.stride(0) == 0 else input
-    addmm(bias, a, b, beta=beta, alpha=alpha, out=out)
+    addmm(_unexpanded(input), a, b, beta=beta, alpha=alpha, out=out)
+
+
+def _unexpanded(bias: Tensor) -> Tensor:
+    """A bias as a vector, which is read once. Inductor expands it to the product's rows."""
+    return bias[0] if bias.dim() == 2 and bias.stride(0) == 0 else bias
 
 
 def _bmm(a: Tensor, b: Tensor, *, out: Tensor) -> None:
@@ -78,6 +85,26 @@ class _Caller(ExternKernelCaller):
         super().__init__(choice, beside.input_nodes, beside.layout, beside.kwargs)
         self.record = record
 
+    def precompile(self) -> None:
+        """Compile the kernel. Inductor asks for it in a thread, while its templates are compiled in other processes."""
+        place = self.layout.device
+        # What the thread's GPU is, it does not know; and Triton loads kernels into the context that is bound to it.
+        with torch.cuda.device(place) if place.type == "cuda" else nullcontext():
+            if place.type == "cuda":
+                torch.cuda.set_device(place)
+            fitted(self.problem())
+
+    def problem(self) -> Problem:
+        """The product as the selector knows it; Inductor's tensors are aligned."""
+        *added, a, b = [_meta(x.get_size(), x.get_stride(), x.get_dtype()) for x in self.input_nodes]
+        out = _meta(self.layout.size, self.layout.stride, self.layout.dtype)
+        row = devices.current(self.layout.device)
+        assert row is not None
+        scalars = self.kwargs.get("alpha", 1), self.kwargs.get("beta", 1)
+        addend = _unexpanded(added[0]) if added and scalars[1] != 0 else None
+        scaled = scalars[0] != 1 or (addend is not None and scalars[1] != 1)
+        return make_problem(a, b, out, addend, scaled=scaled, precision="ieee", fast_accum=False, device=row)
+
     def output_node(self) -> Any:
         """The call; Inductor asks for it where it has chosen gemmery."""
         self.record.used += 1
@@ -88,6 +115,10 @@ class _Caller(ExternKernelCaller):
             kwargs=self.kwargs,
         )
         return ir.TensorBox.create(kernel)
+
+
+def _meta(size: Iterable[Any], stride: Iterable[Any], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided([int(x) for x in size], [int(x) for x in stride], dtype=dtype, device="meta")
 
 
 def begin() -> None:

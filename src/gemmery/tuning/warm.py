@@ -441,7 +441,7 @@ def _warm(
             begun = time.perf_counter()
             kernels: dict[object, Config] = {}
             for done, M in enumerate(rows, 1):
-                plan = _plan(operand.problem(M, row))
+                plan = fitted(operand.problem(M, row))
                 if plan.config is not None:
                     kernels.setdefault(_kernel(plan), plan.config)
                 if progress is not None and (done % _STRIDE == 0 or done == len(rows)):
@@ -456,8 +456,11 @@ def _alike(problem: Problem) -> Problem:
     return replace(problem, b=problem.b.alike())
 
 
-def _plan(problem: Problem) -> Plan:
-    """The plan that the first call would make; it is not kept, since so many plans would drive out others."""
+def fitted(problem: Problem) -> Plan:
+    """The plan that the first call would make, compiled for the current GPU.
+
+    It is not kept, since so many plans would drive out others. The first call finds its kernel.
+    """
     made = Plan(problem)
     made.fit(*arguments(problem, "meta"), pinned=False)
     return made
