@@ -5,7 +5,8 @@ python benchmarks/generation.py --out DIR      needs transformers and accelerate
 The configuration is that of Llama-3.2-1B; the weights are random. A method is a process of its own, which loads the
 model from one checkpoint, compiles a step, captures it in a CUDA graph, and waits. A step takes the last token of each
 row, and appends the most probable next one; the static cache has room for all tokens. The parent asks one process after
-the other for a generation, in a new order each round: the prompt is in the cache, and `--new` replays follow.
+the other for a generation, in a new order each round: the prompt is in the cache, and `--new` replays follow. It takes
+minutes to compile all methods, and more memory than they need in the end; `--only` chooses some.
 
 Quantized models are measured with two heads. The output embeddings are bf16, as libraries leave them where they are the
 input embeddings too, or int4 as well, with input embeddings that stay bf16. `--profile` writes the kernels of a step.
@@ -78,15 +79,14 @@ class Method:
         return ("bf16",) if self.weights == "bf16" else ("bf16", "int4")
 
 
+#: Modes of torch.compile, by what they are called here.
 TUNED = "max-autotune-no-cudagraphs"
-METHODS = {
-    "bf16": Method("bf16", TUNED),
-    "bf16, qkv as one": Method("bf16", TUNED, True),
-    "torchao int4": Method("torchao", TUNED),
-    "torchao int4, qkv as one": Method("torchao", TUNED, True),
-    "gemmery int4, no compiler": Method("gemmery", None),
-    "gemmery int4": Method("gemmery", TUNED),
-    "gemmery int4, qkv as one": Method("gemmery", TUNED, True),
+MODES = {"torch.compile": "default", "torch.compile, max-autotune": TUNED}
+METHODS = {"gemmery int4, no compiler": Method("gemmery", None)} | {
+    f"{title}{', qkv as one' * together}, {how}": Method(weights, mode, together)
+    for title, weights in (("bf16", "bf16"), ("torchao int4", "torchao"), ("gemmery int4", "gemmery"))
+    for together in (False, True)
+    for how, mode in MODES.items()
 }
 
 
@@ -495,8 +495,10 @@ def prepared(cases: list[tuple[str, Setting]], limit: float) -> list[Served]:
     return made
 
 
-def measure(batch: int, served: list[Served], profiles: bool) -> dict[str, Any]:
+def measure(batch: int, layers: int, served: list[Served], profiles: bool) -> dict[str, Any]:
     """The times of all methods and heads with a number of rows."""
+    whole = LLAMA["num_hidden_layers"]
+    model = "Llama-3.2-1B" if layers == whole else f"Llama-3.2-1B with {layers} of its {whole} layers"
     live = {
         label_of(one.name, head): (one, head)
         for one in served
@@ -512,7 +514,7 @@ def measure(batch: int, served: list[Served], profiles: bool) -> dict[str, Any]:
             times[label].append(one.ask("seconds", head))
     kernels = {label: one.ask("kernels", head) for label, (one, head) in live.items()} if profiles else {}
     return {
-        "name": f"Llama of 1.2B, a token of {batch} row{'s' * (batch > 1)}",
+        "name": f"{model}, a token of {batch} row{'s' * (batch > 1)}",
         "times": times,
         "facts": {one.name: one.facts for one in served},
         "kernels": {label: found[:KERNELS] for label, found in kernels.items()},
@@ -525,7 +527,8 @@ def measure(batch: int, served: list[Served], profiles: bool) -> dict[str, Any]:
 
 def label_of(name: str, head: str) -> str:
     """What a method with a head is called."""
-    return f"{name}, int4 head" if head == "int4" else name
+    title, rest = name.split(", ", 1)
+    return f"{title}, int4 head, {rest}" if head == "int4" else name
 
 
 def end(served: list[Served]) -> None:
@@ -574,7 +577,7 @@ def main() -> int:
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--new", type=int, default=64)
     parser.add_argument("--attention", default="grouped", metavar="NAME", help="grouped, or sdpa")
-    parser.add_argument("--limit", type=float, default=240, help="seconds to prepare a batch")
+    parser.add_argument("--limit", type=float, default=600, help="seconds to prepare all methods")
     parser.add_argument("--threads", type=int, default=4, help="with which each process compiles")
     parser.add_argument("--profile", action="store_true", help="write the kernels of a step")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -612,7 +615,9 @@ def main() -> int:
         ]
         served = prepared(cases, options.limit)
         for batch in options.batch:
-            entry = measure(batch, [one for one in served if one.setting.batch == batch], options.profile)
+            entry = measure(
+                batch, options.layers, [one for one in served if one.setting.batch == batch], options.profile
+            )
             show(entry)
             result["entries"].append(entry)
             text = json.dumps(result, indent=1, ensure_ascii=False)

@@ -1,7 +1,7 @@
 """The tables of the results of `peers.py` and `generation.py`, for docs/when-to-use-what.md."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.records import Data, read_folder, run_line
@@ -16,22 +16,16 @@ ABOUT = (
 )
 STEPS_HEAD = ["method", "1 row, µs a token", "over bf16", "16 rows, µs a token", "over bf16"]
 ABOUT_STEPS = (
-    "The second and the fourth number are the time of bf16 divided by the method's, in the same round. All models have "
-    "the same attention, a static cache and a CUDA graph, and all but one are compiled with `max-autotune`."
+    "The second and the fourth number are the time of bf16 with torch.compile divided by the method's in the same "
+    "round: the median, with the smallest and the largest in parentheses. All methods run in a CUDA graph, with a "
+    "static cache. The attention is `grouped_attention` of `benchmarks/generation.py`, or torch's where sdpa is named. "
+    "An int4 head is that of the output embeddings. With qkv as one, their three weights are one; the benchmark does "
+    "this, and `swap` does not."
 )
-#: What ours is compared with, likewise: name, ours, the other.
-BARS = (
-    ("bf16", "gemmery int4", "bf16"),
-    ("bf16, with the head in int4", "gemmery int4, int4 head", "bf16"),
-    ("bf16, q, k and v as one in both", "gemmery int4, qkv as one", "bf16, qkv as one"),
-    ("bf16, q, k and v as one in both, the head in int4", "gemmery int4, qkv as one, int4 head", "bf16, qkv as one"),
-    ("torchao's int4", "gemmery int4", "torchao int4"),
-    ("torchao's int4, both heads in int4", "gemmery int4, int4 head", "torchao int4, int4 head"),
-    (
-        "torchao's int4, both heads in int4, q, k and v as one",
-        "gemmery int4, qkv as one, int4 head", "torchao int4, qkv as one, int4 head",
-    ),
-)  # fmt: skip
+#: What is common to the names of ours and of others.
+BF16, TORCHAO, TOGETHER = "bf16", "torchao", "qkv as one"
+#: What all methods are compared with.
+BASE = "bf16, torch.compile"
 
 
 def read(folder: Path) -> tuple[list[Data], list[Data]]:
@@ -54,7 +48,8 @@ def lines(results: Sequence[Data]) -> list[list[str]]:
 
 
 def _rows(entry: Data) -> list[list[str]]:
-    times, what = entry["times"], f"{entry['kind']}: {entry['name']}"
+    times, kind = entry["times"], entry["kind"]
+    what = f"{kind}, {entry['name'].removeprefix(kind.split()[0] + ' ')}"
     found = []
     for name in times:
         if name != OURS:
@@ -109,20 +104,33 @@ def step_lines(result: Data) -> list[list[str]]:
             times = entries.get(batch, {})
             there = name in times
             cells.append(_microseconds(times[name]) if there else "")
-            cells.append(_ratio(times, "bf16", name) if there and "bf16" in times and name != "bf16" else "")
+            cells.append(_ratio(times, BASE, name) if there and BASE in times and name != BASE else "")
         made.append(cells)
     return made
 
 
 def bars(result: Data) -> str:
-    """Ours beside others that have the same."""
+    """The fastest of ours beside the fastest of others: as they are loaded, and with q, k and v as one."""
     found = []
-    for title, ours, other in BARS:
-        parts = [
-            f"{_ratio(entry['times'], other, ours)} with {entry['batch']} row{'s' * (entry['batch'] > 1)}"
-            for entry in result["entries"]
-            if ours in entry["times"] and other in entry["times"]
-        ]
-        if parts:
-            found.append(f"- Beside {title}: {', '.join(parts)}.")
-    return "\n".join(found)
+    for entry in result["entries"]:
+        times = entry["times"]
+        lines = []
+        for together in (False, True):
+            ours = _fastest(times, OURS, lambda name, together=together: (TOGETHER in name) == together)
+            for group in (BF16, TORCHAO):
+                other = _fastest(
+                    times, group, lambda name, together=together: together or TOGETHER not in name
+                )
+                if ours and other:
+                    lines.append(f'- "{other}" takes {_ratio(times, other, ours)} times "{ours}".')
+        reasons: dict[str, list[str]] = {}
+        for name, why in entry.get("left_out", {}).items():
+            reasons.setdefault(why, []).append(f'"{name}"')
+        lines += [f"- Missing: {' and '.join(names)}, {why}." for why, names in reasons.items()]
+        found.append(f"{entry['name']}:\n\n" + "\n".join(lines))
+    return "\n\n".join(found)
+
+
+def _fastest(times: dict[str, list[float]], group: str, keep: Callable[[str], bool]) -> str | None:
+    names = [name for name in times if name.startswith(group) and keep(name)]
+    return min(names, key=lambda name: statistics.median(times[name]), default=None)

@@ -17,7 +17,7 @@ RUN = {
 
 def products():
     entry = {
-        "kind": "int4 weights", "name": "1×2×3", "times": {"gemmery": [1e-5, 2e-5, 4e-5], "slow": [2e-5, 3e-5, 4e-5]},
+        "kind": "int4 weights", "name": "int4 1×2×3", "times": {"gemmery": [1e-5, 2e-5, 4e-5], "slow": [2e-5, 3e-5, 4e-5]},
         "errors": {}, "left_out": {"none | here": "ImportError: no\nmodule"}, "peak_bytes": {"gemmery": 2**20, "slow": 3 * 2**19},
     }  # fmt: skip
     return RUN | {"part": "products", "libraries": {"slow": "1.2"}, "entries": [entry]}
@@ -25,23 +25,37 @@ def products():
 
 def steps():
     times = {
-        "bf16": [3e-3, 3e-3, 3e-3], "gemmery int4": [2e-3, 1.5e-3, 1e-3], "torchao int4": [1e-3, 1.5e-3, 2e-3],
+        "bf16, torch.compile": [3e-3, 3e-3, 3e-3], "gemmery int4, torch.compile": [2e-3, 1.5e-3, 1e-3],
+        "torchao int4, torch.compile": [1e-3, 1.5e-3, 2e-3], "bf16, qkv as one, torch.compile": [2e-3, 2e-3, 2e-3],
+        "gemmery int4, int4 head, qkv as one, torch.compile": [1e-3, 1e-3, 1e-3],
     }  # fmt: skip
-    return RUN | {"layers": 16, "entries": [{"batch": batch, "times": times} for batch in (1, 16)]}
+    entries = [{"name": f"M{batch}", "batch": batch, "times": times, "left_out": {}} for batch in (1, 16)]
+    entries[1]["left_out"] = {"other": "not prepared in time"}
+    return RUN | {"layers": 16, "entries": entries}
 
 
 def test_ratios_are_of_a_round_and_losing_rows_stay():
     first, left, memory = peers_summary.lines([products()])
-    assert first == ["int4 weights: 1×2×3", "slow", "**1.50** (1.00–2.00)", "20.0", "30.0"]
+    assert first == ["int4 weights, 1×2×3", "slow", "**1.50** (1.00–2.00)", "20.0", "30.0"]
     assert left[1:3] == ["none | here", "left out"]
     assert left[-1] == "ImportError: no module"
     assert memory[2:] == ["**1.50**", "1 MiB", "2 MiB"]
     lines = {line[0]: line[1:] for line in peers_summary.step_lines(steps())}
-    assert lines["gemmery int4"] == ["1500.0", "**2.00** (1.50–3.00)"] * 2
-    assert lines["bf16"] == ["3000.0", ""] * 2
+    assert lines["gemmery int4, torch.compile"] == ["1500.0", "**2.00** (1.50–3.00)"] * 2
+    assert lines["bf16, torch.compile"] == ["3000.0", ""] * 2
+
+
+def test_the_fastest_are_compared_with_those_that_have_as_much():
     bars = peers_summary.bars(steps()).splitlines()
-    assert bars[0] == "- Beside bf16: **2.00** (1.50–3.00) with 1 row, **2.00** (1.50–3.00) with 16 rows."
-    assert bars[1].startswith("- Beside torchao's int4: **1.00** (0.50–2.00)")
+    ours = "gemmery int4, int4 head, qkv as one, torch.compile"
+    assert bars[:5] == [
+        "M1:",
+        "",
+        '- "bf16, torch.compile" takes **2.00** (1.50–3.00) times "gemmery int4, torch.compile".',
+        '- "torchao int4, torch.compile" takes **1.00** (0.50–2.00) times "gemmery int4, torch.compile".',
+        f'- "bf16, qkv as one, torch.compile" takes **2.00** (2.00–2.00) times "{ours}".',
+    ]
+    assert bars[-1] == '- Missing: "other", not prepared in time.'
 
 
 def test_the_page_is_written_from_files(tmp_path):
@@ -49,7 +63,7 @@ def test_the_page_is_written_from_files(tmp_path):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "a.json").write_text(json.dumps(data))
     text = readme_tables.of_peers(*peers_summary.read(tmp_path))
-    assert "| int4 weights: 1×2×3 | slow | **1.50** (1.00–2.00) | 20.0 | 30.0 |" in text
+    assert "| int4 weights, 1×2×3 | slow | **1.50** (1.00–2.00) | 20.0 | 30.0 |" in text
     assert "commit abc1234, 2026-11-28, 3 rounds; slow 1.2." in text
     (tmp_path / "peers" / "b.json").write_text("{}")
     with pytest.raises(ValueError, match=r"peers/b\.json is no result of peers\.py"):
