@@ -391,6 +391,7 @@ def test_torchs_random_numbers_are_refused_by_name(function):
     program(lambda acc: F.dropout(acc, 0.5, training=False))
 
 
+ROW, WIDE_ROW = torch.randn(40), torch.randn(257)
 HINT = "write a half as x.shape"
 
 
@@ -478,7 +479,7 @@ def test_other_errors():
     with pytest.raises(ValueError, match="must be matrices"):
         gemmery.matmul(A[0], B, epilogue=epilogues.relu)
     row = torch.ones(7)
-    with pytest.raises(ValueError, match=r"number 0\) is \(7,\)"):
+    with pytest.raises(ValueError, match=r"matmul: the epilogue's variable row is \(7,\)"):
         gemmery.matmul(A, B, epilogue=lambda acc: acc + row)
     with pytest.raises(ValueError, match="out_dtype names 2 types; the epilogue returns 1"):
         gemmery.matmul(A, B, epilogue=epilogues.relu, out_dtype=(torch.float16, None))
@@ -646,7 +647,8 @@ def test_check_looks_at_arguments():
     with pytest.raises(Untraceable, match="missing 1 required positional argument"):
         epilogues.check(epilogues.bias)
     with pytest.raises(
-        ValueError, match=r"check: args are \(4,\), \(5,\); they do not determine the product's shape"
+        ValueError,
+        match=r"check: args\[0\] is \(4,\) and args\[1\] is \(5,\); they must broadcast .*; give shape=\(M, N\)",
     ):
         epilogues.check(lambda acc, x, y: acc + x + y, torch.ones(4), torch.ones(5))
     with pytest.raises(ValueError, match=r"args\[0\] is \(4,\); it must broadcast to the product, \(3, 9\)"):
@@ -656,6 +658,40 @@ def test_check_looks_at_arguments():
             epilogues.check(torch.relu, shape=shape)
     with pytest.raises(TypeError, match="epilogue is a int; it must be a function"):
         epilogues.check(3)
+
+
+def test_check_takes_the_shape_of_captured_tensors():
+    gain, matrix = torch.randn(70), torch.randn(50, 70)
+    for function in (
+        lambda acc: acc + gain,
+        lambda acc: acc * matrix,
+        gemmery.epilogue(lambda acc: acc * matrix + gain),
+        functools.partial(lambda acc, row: acc * row, row=gain),
+        lambda acc, row=gain: acc + row,
+    ):
+        epilogues.check(function)
+    epilogues.check(lambda acc, r: (acc * matrix).softmax(-1) + r, torch.randn(3, 50, 1))
+    with pytest.raises(Untraceable, match="a row of more than 256 columns"):
+        epilogues.check(lambda acc: (acc + WIDE_ROW).softmax(-1))
+    with pytest.raises(
+        ValueError,
+        match=r"check: args\[0\] is \(69,\) and the epilogue's variable gain is \(70,\); .* give shape=",
+    ):
+        epilogues.check(lambda acc, r: acc + gain + r, torch.randn(69))
+
+
+def test_captured_tensors_have_the_names_of_the_code():
+    class config:  # noqa: N801
+        scale = torch.randn(40)
+
+    pair = (torch.randn(40), torch.randn(40))
+    captured = capture(lambda acc, shift=ROW: acc * config.scale + pair[1] + shift)
+    assert captured.names == ("config.scale", "pair[0]", "pair[1]", "shift")
+    assert capture(functools.partial(lambda acc, a, b: acc, ROW, b=pair[0])).names == ("partial.args[0]", "b")
+    with pytest.raises(ValueError, match=r"matmul: the epilogue's variable config.scale is \(40,\)"):
+        gemmery.matmul(A[:, :3], B[:3, :7], epilogue=lambda acc: acc * config.scale)
+    with pytest.raises(ValueError, match="linear: the prologue's variable ROW is"):
+        gemmery.linear(torch.ones(3, 8), torch.ones(4, 8), prologue=lambda x: x * ROW)
 
 
 def test_the_cpu_warns_once_of_what_a_gpu_can_not_fuse():

@@ -54,6 +54,7 @@ class Captured:
         build: see `rebuild`.
         steps: where each thing was found, and what it is; of a function that has a key.
         number: tells it from all others in this process.
+        names: what the function calls each of the tensors, such as "shift" or "config.shift"; for messages.
     """
 
     key: Any
@@ -62,6 +63,7 @@ class Captured:
     build: Build
     steps: tuple[tuple[Any, Any, Any], ...]
     number: int
+    names: tuple[str, ...]
 
     def rebuild(self, tensors: Sequence[Any]) -> Callable[..., Any]:
         """The function as it was when it was captured, with other tensors in their places.
@@ -106,7 +108,8 @@ def capture(function: Callable[..., Any]) -> Captured:
     walk = _Walk()
     key, build = walk.value(function)
     steps = () if key is None else tuple(walk.steps)
-    return Captured(key, tuple(walk.tensors), len(walk.tensors), build, steps, next(_numbers))
+    tensors = tuple(walk.tensors)
+    return Captured(key, tensors, len(tensors), build, steps, next(_numbers), tuple(walk.names))
 
 
 def value_key(value: Any) -> Any:
@@ -121,11 +124,16 @@ class _Walk:
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
+        self.names: list[str] = []
         self.steps: list[tuple[Any, Any, Any]] = []
         self._numbers: dict[int, int] = {}
 
-    def value(self, value: Any) -> tuple[Any, Build]:
-        """A hashable stand-in for a value, None where its meaning may change unseen, and what makes it again."""
+    def value(self, value: Any, name: str = "") -> tuple[Any, Build]:
+        """A hashable stand-in for a value, None where its meaning may change unseen, and what makes it again.
+
+        Args:
+            name: what the user's code calls the value.
+        """
         kind = type(value)
         if kind in _PLAIN:
             # Zeros differ in their sign and True is 1.
@@ -133,35 +141,39 @@ class _Walk:
         if isinstance(value, np.generic) and kind.__module__ == "numpy":
             return (kind, value.tobytes()), _same(value)
         if isinstance(value, Tensor):
-            return self._tensor(value)
+            return self._tensor(value, name)
         if kind is types.FunctionType and not _of_library(value):
             return self._function(value)
         if kind is functools.partial:
             return self._partial(value)
         if kind in (tuple, torch.Size):
-            keys, builds = self._values(value)
+            keys, builds = self._values(value, [f"{name}[{i}]" for i in range(len(value))])
             return keys and (kind, keys), lambda tensors, made: kind(b(tensors, made) for b in builds)
         inner = getattr(value, "__gemmery_epilogue__", None)
         if inner is not None:
             return self.value(inner)
         return (("static", _Same(value)) if _is_static(value) else None), _same(value)
 
-    def _values(self, values: Sequence[Any]) -> tuple[Any, list[Build]]:
-        found = [self.value(x) for x in values]
+    def _values(self, values: Sequence[Any], names: Sequence[str]) -> tuple[Any, list[Build]]:
+        found = [self.value(x, name) for x, name in zip(values, names, strict=True)]
         keys = tuple([key for key, _ in found])
         # A tuple in a tuple, so that one of nothing is not taken for None.
         return (None if None in keys else (keys,)), [build for _, build in found]
 
-    def _tensor(self, value: Tensor) -> tuple[Any, Build]:
+    def _tensor(self, value: Tensor, name: str) -> tuple[Any, Build]:
         if not any(value is known for known in self.tensors):
             self.tensors.append(value)
+            self.names.append(name)
         place = next(i for i, known in enumerate(self.tensors) if known is value)
         return ("tensor", place), lambda tensors, made: tensors[place]
 
     def _partial(self, value: functools.partial[Any]) -> tuple[Any, Build]:
         names = sorted(value.keywords)
         count = 1 + len(value.args)
-        keys, builds = self._values((value.func, *value.args, *[value.keywords[name] for name in names]))
+        called = ["func", *[f"partial.args[{i}]" for i in range(len(value.args))], *names]
+        keys, builds = self._values(
+            (value.func, *value.args, *[value.keywords[name] for name in names]), called
+        )
         self.steps += [(value.keywords, name, value.keywords[name]) for name in names]
 
         def build(tensors: Sequence[Any], made: dict[int, Any]) -> Any:
@@ -193,7 +205,9 @@ class _Walk:
         given, named = function.__defaults__ or (), function.__kwdefaults__ or {}
         self.steps += [(function, name, getattr(function, name)) for name in _OWN]
         self.steps += [(named, name, value) for name, value in named.items()]
-        keys, builds = self._values((*given, *named.values()))
+        code = function.__code__
+        called = code.co_varnames[code.co_argcount - len(given) : code.co_argcount]
+        keys, builds = self._values((*given, *named.values()), (*called, *named))
 
         def build(tensors: Sequence[Any], made: dict[int, Any]) -> Any:
             values = [each(tensors, made) for each in builds]
@@ -217,7 +231,7 @@ class _Walk:
             self.steps.append((value, name, inner))
             taken.append(name)
             value = inner
-        return tuple(taken), *self.value(value)
+        return tuple(taken), *self.value(value, ".".join((path.name, *taken)))
 
     def _root(self, function: types.FunctionType, path: Path) -> Any:
         if path.kind == "cell":

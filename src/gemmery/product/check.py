@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from ..dtypes import DTYPE_NAMES, FP8, OUT_DTYPES, PRECISIONS
+from ..epilogues.identity import Captured
 from ..formats.scaled import ScaledTensor
 from ..formats.sparse import SparseTensor
 from ..formats.weight import PackedWeight
@@ -318,11 +319,16 @@ def input_name(call: Call, i: int) -> str:
         return "an operand's scale" if i < 0 else "bias" if call.biases == 1 else f"bias[{i}]"
     own = len(call.own)
     position = i - call.biases
-    return (
-        f"args[{position}]"
-        if position < own
-        else f"a tensor of the epilogue's closure (number {position - own})"
-    )
+    return f"args[{position}]" if position < own else captured_name(call.captured, "epilogue", position - own)
+
+
+def captured_name(captured: Captured, role: str, i: int) -> str:
+    """The user's name for a tensor that a function takes from outside.
+
+    Args:
+        role: what the function is, "epilogue" or "prologue".
+    """
+    return f"the {role}'s variable {captured.names[i]}"
 
 
 def dimensions(call: Call, i: int, tensor: Tensor, shape: tuple[int, ...]) -> tuple[str, ...]:

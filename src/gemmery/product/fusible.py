@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..epilogues.function import captured_of
 from ..memo import keep
 from .build import make_call
+from .check import captured_name
 from .check import check as check_call
 from .epilogue import program
 from .prepare import check_fused
@@ -45,9 +47,9 @@ def check(
         args: examples of its arguments, as for `args=`: tensors, of which only shapes and types matter, on any device,
             and numbers.
         dtype: the type of the operands.
-        shape: the shape of the product, (..., M, N). The default is the shape to which the tensors in `args` broadcast,
-            with 512 rows and columns if they do not determine it. It is required for a function that halves the columns
-            and takes a tensor of one half.
+        shape: the shape of the product, (..., M, N). The default is the shape to which the tensors in `args` and those
+            that the function captures broadcast, with 512 rows and columns if they do not determine it. It is required
+            for a function that halves the columns and takes a tensor of one half.
 
     Raises:
         Untraceable: the function can't be part of a kernel. A ValueError.
@@ -65,25 +67,27 @@ def check(
         ...     print("uses aten.cumsum" in str(error))
         True
     """
-    tensors = [x for x in args if isinstance(x, Tensor)]
-    *batch, M, N = _shape(tensors) if shape is None else _checked(shape)
-    device = tensors[0].device if tensors else torch.device("cpu")
+    captured = captured_of(function)[1]
+    named = [(f"args[{i}]", x) for i, x in enumerate(args) if isinstance(x, Tensor)]
+    named += [(captured_name(captured, "epilogue", i), x) for i, x in enumerate(captured.tensors)]
+    *batch, M, N = _shape(named) if shape is None else _checked(shape)
+    device = named[0][1].device if named else torch.device("cpu")
     a, b = (
         torch.empty((), dtype=dtype, device=device).expand(size) for size in ((*batch, M, 1), (*batch, 1, N))
     )
-    call = make_call("matmul", a, b, None, Functions(function, args), Options())
+    call = make_call("check", a, b, None, Functions(function, args), Options())
     check_call(call)
     program(call)
 
 
-def _shape(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """The shape to which tensors broadcast, with default sizes where they have none."""
+def _shape(named: Sequence[tuple[str, Tensor]]) -> tuple[int, ...]:
+    """The shape to which tensors broadcast, given with their names; default sizes where they have none."""
     try:
-        known = torch.broadcast_shapes(*[x.shape for x in tensors])
+        known = torch.broadcast_shapes(*[x.shape for _, x in named])
     except RuntimeError as error:
-        shapes = ", ".join(str(tuple(x.shape)) for x in tensors)
+        shapes = " and ".join(f"{name} is {tuple(x.shape)}" for name, x in named)
         raise ValueError(
-            f"check: args are {shapes}; they do not determine the product's shape; give shape=(M, N)"
+            f"check: {shapes}; they must broadcast to the product, whose shape they don't determine; give shape=(M, N)"
         ) from error
     *batch, M, N = (1,) * (2 - len(known)) + tuple(known)
     return *batch, M if M > 1 else _SIZE, N if N > 1 else _SIZE

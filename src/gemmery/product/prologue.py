@@ -18,7 +18,7 @@ from ..epilogues.identity import Captured
 from ..epilogues.lower import Program
 from ..epilogues.programs import lowered_program
 from ..epilogues.record import Untraceable
-from .check import check_tensor, moved
+from .check import captured_name, check_tensor, moved
 from .spec import Functions
 
 
@@ -116,7 +116,7 @@ def _name(prologue: Prologue, i: int) -> str:
     own = len(prologue.inputs) - prologue.captured.count
     if i < own:
         return f"prologue_args[{i}]"
-    return f"a tensor of the prologue's closure (number {i - own})"
+    return captured_name(prologue.captured, "prologue", i - own)
 
 
 def _dimensions(prologue: Prologue, i: int, tensor: Tensor, a: Tensor) -> tuple[str, ...]:
