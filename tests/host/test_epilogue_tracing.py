@@ -681,7 +681,7 @@ def test_check_takes_the_shape_of_captured_tensors():
 
 
 def test_captured_tensors_have_the_names_of_the_code():
-    class config:  # noqa: N801
+    class config:
         scale = torch.randn(40)
 
     pair = (torch.randn(40), torch.randn(40))
