@@ -23,7 +23,7 @@ from ..files import read_json, write_json
 from ..layout import make_problem
 from ..problem import Problem
 from ..select import log, store
-from ..select.shapes import dtype_named, problem_of
+from ..select.shapes import dtype_named, problem_of, sizes
 from ..tuning.tuner import Progress, TuneResult, tune_problems
 from ..tuning.warm import MOST_ROWS, Weight
 from ..tuning.warm import warmup as compile_all
@@ -112,17 +112,6 @@ class Request:
         if self.log is not None:
             found += log.read(self.log, device)
         return list(dict.fromkeys(found))
-
-
-def sizes(text: str) -> list[int]:
-    """The sizes in a text such as 64x4096x4096; three at least.
-
-    Raises:
-        ValueError: the text is of another form.
-    """
-    if not re.fullmatch(r"\d+([x×]\d+){2,}", text):
-        raise ValueError(f"shape {text!r} given; MxNxK is wanted, or BxMxNxK for a batch")
-    return [int(word) for word in re.split("[x×]", text)]
 
 
 def problem_of_row(row: Row, kind: Kind, device: Device) -> Problem:

@@ -47,7 +47,7 @@ class Request:
         for text in self.shapes:
             each = sizes(text)
             if len(each) != 3:
-                raise ValueError(f"shape {text!r} given; MxNxK is wanted")
+                raise ValueError(f"shape is {text!r}; it must be MxNxK, such as 64x4096x4096")
             found.append((each[0], each[1], each[2]))
         return found
 
