@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -147,7 +146,10 @@ def tune(
     console = Console() if console is None else console
     if gpu_here() is None:
         console.print("No GPU here, so there is nothing to measure.")
-        console.print("What is chosen untuned, on any GPU, says gemmery explain 4096 4096 4096 --device H200")
+        M, N, K = (problems[0].M, problems[0].N, problems[0].K) if problems else (4096, 4096, 4096)
+        console.print(
+            f"Run gemmery explain {M} {N} {K} --device H200 to see the untuned choice.", soft_wrap=True
+        )
         return NOTHING
     results: list[TuneResult] = []
     status = 0
