@@ -441,3 +441,21 @@ def test_pictures_of_fragments_are_drawn_by_the_rungs_functions():
     # Each lane has four registers of A, of B and of D.
     drawn = drawings.svg(drawings.fragments(), "")
     assert {drawn.count(f">{lane}</text>") for lane in range(32)} == {12}
+
+
+# --- recipes
+
+
+def test_the_prose_of_a_slow_shape_has_the_numbers_of_its_output():
+    page = words((ROOT / "docs" / "recipes" / "slow-shape.md").read_text())
+    shown = re.findall(r"gemmery, (measured|predicted) ([\d.]+) [\d.]+ (\d+)%", page)
+    (first, first_share), (first_said, _), (slow, slow_share), (slow_said, _) = [
+        (float(us), int(share)) for _, us, share in shown[:4]
+    ]
+    assert f"takes {slow / first:.2f} times as long" in page
+    assert f"it reaches {slow_share} % of the roofline, and its neighbor {first_share} %" in page
+    off = [abs(said / took - 1) * 100 for said, took in ((first_said, first), (slow_said, slow))]
+    assert f"The predictions are off by {off[0]:.0f} % and {off[1]:.0f} %" in page
+    low, high = re.findall(r"rounds: ([\d.]+) to ([\d.]+) µs", page)[0]
+    assert f"near {float(low):.0f} µs and near {float(high):.0f} µs" in page
+    assert f"`copies {re.findall(r', copies ([0-9.]+),', page)[0]}`" in page

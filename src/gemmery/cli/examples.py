@@ -56,7 +56,6 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "gemmery bench --shapes 96x11008x4096,4096x11008x4096",
         "gemmery bench --list --suite square",
         "gemmery bench --suite square,llm --against cublas,compile --json .",
-        'gemmery bench --suite odd --rows "K odd"',
     ),
 }
 
