@@ -363,6 +363,8 @@ HINTS = {
         lambda: gemmery.matmul(t(3, 4), t(4, 6), epilogue=lambda acc: acc, args=(1.0,)), TypeError,
         "2 were given; the epilogue is given the product and 1 of args=",
     ),
+    "fp8": (lambda: gemmery.quantize(t(6, 32), "fp8"), ValueError, "did you mean 'e4m3'?"),
+    "capitals": (lambda: gemmery.quantize(t(6, 32), "INT4"), ValueError, "did you mean 'int4'?"),
     "transposed scales": (
         lambda: gemmery.formats.from_codes(
             torch.zeros(64, 256, dtype=torch.uint8), "int4", scales=torch.ones(4, 64).half()
