@@ -632,7 +632,7 @@ def test_indexing_by_integers_reads_no_data():
 )
 def test_indexing_says_what_to_do(function, args):
     with pytest.raises(
-        Untraceable, match="it indexes a tensor .*before the call.*result after it; take halves"
+        Untraceable, match=r"it indexes a tensor .*before the call.*result after it; take halves"
     ) as caught:
         program(function, args, b=torch.randn(16, 40))
     assert line_of(function, "lambda acc") in str(caught.value)
@@ -655,7 +655,7 @@ def test_messages_have_the_address_of_the_page_where_there_is_one(monkeypatch):
     assert documentation.page("epilogues", "errors") == "docs/epilogues.md"
     installed["Project-URL"] = "Documentation, https://example.org/docs/"
     assert documentation.page("epilogues", "errors") == "https://example.org/docs/epilogues/#errors"
-    with pytest.raises(Untraceable, match="in https://example.org/docs/epilogues/#what-can-be-traced$"):
+    with pytest.raises(Untraceable, match=r"in https://example\.org/docs/epilogues/#what-can-be-traced$"):
         program(lambda acc: acc.cumsum(0))
 
 
@@ -725,7 +725,7 @@ def test_check_takes_the_shape_of_captured_tensors():
 
 
 def test_captured_tensors_have_the_names_of_the_code():
-    class config:  # noqa: N801
+    class config:
         scale = torch.randn(40)
 
     pair = (torch.randn(40), torch.randn(40))

@@ -200,8 +200,8 @@ class Call:
             if takes(function, 1 + len(values)):
                 raise
             raise TypeError(
-                f"{self.op}: {error}; the epilogue is given the product and {len(self.own)} of args=; give as many as it "
-                "takes after the product"
+                f"{self.op}: {error}; the epilogue is given the product and {len(self.own)} of args=; give as many as "
+                "it takes after the product"
             ) from error
         many = isinstance(returned, tuple | list)
         results = list(returned) if isinstance(returned, tuple | list) else [returned]

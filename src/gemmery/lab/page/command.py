@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlencode
 
-from ..tuning import gpu_here, sizes
+from ...select.shapes import sizes
+from ..tuning import gpu_here
 from . import api, export
 from .query import GPUS, Query
 
