@@ -104,9 +104,10 @@ LINES = {
     ),
 }  # fmt: skip
 ABOUT = (
-    "A ratio is the time of the peer divided by gemmery's in the same round; above 1, gemmery is faster. Of several "
-    "peers, the fastest counts. A single product shows the median over the rounds, with the smallest and the largest "
-    "in parentheses. Random products show their geometric mean · 10th percentile · worst product. The bar is a goal "
+    "A ratio is the time of the peer divided by gemmery's in the same round; above 1, gemmery is faster. With "
+    "several peers, the ratio is to the fastest. A single product shows the median over the rounds, with the "
+    "smallest and the largest in parentheses. "
+    "Random products show their geometric mean · 10th percentile · worst product. The bar is a goal "
     "for the ratio, set in advance. Nothing is tuned, and each launch is timed alone, with an empty L2 cache."
 )
 

@@ -219,6 +219,13 @@ def plan(
 
     Nothing is launched for an empty result, and for CPU tensors outside the interpreter, which use the reference.
 
+    Args:
+        a: (..., M, K), the first operand; a `ScaledTensor` for the plan of `scaled_matmul`.
+        b: (..., K, N), the second operand. For the plan of `linear` with a dense weight (N, K), give its transpose,
+            `weight.T`; give a packed or sparse weight (N, K) as it is.
+
+    The other arguments are those of `matmul`.
+
     Example:
         >>> import torch, gemmery
         >>> print(gemmery.plan(torch.ones(4, 8), torch.ones(8, 16)))

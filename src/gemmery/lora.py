@@ -5,9 +5,9 @@ to which its epilogue adds z before it rounds. Backward, `v = scale * g @ b` is 
 gradients of a and b, and that of x is `g @ weight`, to which an epilogue adds `v @ a`. So no sum of two matrices as
 large as x or the result is a pass of its own. Kept for the backward pass are x and u.
 
-Where a packed weight is unpacked, `scale * b @ a` is added to its numbers before they are rounded, and the large
-product is all that is left: no z is written or read. That is so in backward passes, and in forward passes in which z
-would have as many elements as the weight or more.
+The backward pass unpacks a packed weight. `scale * b @ a` is then added to its numbers before they are rounded, and
+`v @ a` is neither computed nor stored. The forward pass does not do that: changes of b below half a unit in the last
+place of the weight would not reach the result.
 
 u and v are stored transposed, (r, M). Then each thin product has r rows, as that of a few tokens with a weight, and all
 other factors lie in memory as products read them best.
@@ -58,10 +58,9 @@ def lora_linear(
 
     Low-rank adaptation is by Hu et al., "LoRA", 2021; over a weight of four bits it is QLoRA (Dettmers et al., 2023).
     The adapter's part is added in the epilogue of the large product, before that is rounded, and the backward pass adds
-    the two gradients of x alike. A kernel unpacks a packed weight in the backward pass, and in a forward pass with at
-    least as many rows of x as columns; it adds `scale * b @ a` before it rounds to x's type. The copy is freed behind
-    the product. With `batch_invariant`, and with `lora_x`, the weight is never whole in memory in the forward pass.
-    What is kept for the backward pass is x, or `lora_x`, and `x @ a.T`.
+    the two gradients of x alike. The forward pass multiplies a packed weight without unpacking it. In the backward
+    pass, one kernel unpacks it, adds `scale * b @ a`, and rounds the sum to x's type; the copy is freed after the
+    product. Kept for the backward pass are x, or `lora_x`, and `x @ a.T`.
 
     There are gradients of x, a, b, bias and `lora_x`. The weight is frozen; a dense one that requires a gradient gets
     it, by separate products.
@@ -123,7 +122,7 @@ def lora_linear(
     if in_transform() or wants_gradient(operand.tensors):
         y = _composed(rows, weight, a, b, bias, own, options)
     elif not needs_dispatcher((*tensors, *operand.tensors)):
-        y, _ = _forward(operand, *tensors, options, needs_u=False)
+        y, _ = _forward(operand, *tensors, options)
     elif not needs_dispatcher((*tensors, *operand.tensors), records=False):
         y = _Recorded.apply(operand, options, *tensors)  # type: ignore[no-untyped-call]
     else:
@@ -245,23 +244,15 @@ def _thin(factor: Tensor, x: Tensor, scale: float, precision: Any, batch_invaria
 
 
 def _forward(
-    operand: Operand, x: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, lora_x: Tensor | None, options: Options,
-    *, needs_u: bool,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """The result (M, N), and u (r, M), or None where it is not needed."""
+    operand: Operand, x: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, lora_x: Tensor | None, options: Options
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The result (M, N), and u (r, M)."""
     scale, precision, batch_invariant = options
     how: dict[str, Any] = {"precision": precision, "batch_invariant": batch_invariant}
     kind = x.dtype
     with inner_products(x):
         a, b, bias = a.to(kind), b.to(kind), None if bias is None else bias.to(kind)
-        # The unpacked weight (N, K) is written and read in place of z (M, N).
-        merges = lora_x is None and not batch_invariant and x.shape[0] >= x.shape[1] and _merges(operand, x)
-        u = None
-        if needs_u or not merges:
-            u = _thin(a, x if lora_x is None else lora_x, scale, precision, batch_invariant)
-        if merges:
-            return linear(x, _merged(operand, a, b, scale), bias, **how), u
-        assert u is not None
+        u = _thin(a, x if lora_x is None else lora_x, scale, precision, batch_invariant)
         z = matmul(u.mT, b.mT, bias=bias, **how)
         weight = operand.matrix.mT if operand.is_dense else operand.weight  # type: ignore[attr-defined]  # of a packed one
         return linear(x, weight, epilogue=RESIDUAL, args=(z,), **how), u
@@ -273,9 +264,7 @@ def _run(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`_forward`, as the operator has it."""
     options = Options(scale, precision, batch_invariant)
-    y, u = _forward(rebuild(text, weight, sizes), x, a, b, bias, lora_x, options, needs_u=True)
-    assert u is not None
-    return y, u
+    return _forward(rebuild(text, weight, sizes), x, a, b, bias, lora_x, options)
 
 
 def _merges(operand: Operand, x: Tensor) -> bool:
@@ -372,7 +361,7 @@ class _Recorded(torch.autograd.Function):
         ctx: Any, operand: Operand, options: Options, x: Tensor, a: Tensor, b: Tensor, bias: Tensor | None,
         lora_x: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        y, u = _forward(operand, x, a, b, bias, lora_x, options, needs_u=ctx.needs_input_grad[4])
+        y, u = _forward(operand, x, a, b, bias, lora_x, options)
         ctx.operand, ctx.options = operand, options
         _keep(ctx, x, operand.tensors, a, b, bias, lora_x, u, ctx.needs_input_grad[3])
         return y

@@ -412,6 +412,25 @@ def test_results_go_to_files():
     assert "give a .json file" in ran.output
 
 
+def test_shapes_of_the_user_are_rows_like_those_of_suites(gpu, watch, tmp_path):
+    request = bench.Request(
+        shapes=("96x64x128", "2x16x64x32", "96x64x128"), dtypes=("bf16", "fp16"), json=tmp_path
+    )
+    one, two = bench.runs(request)
+    assert [row.shape for row in one.rows] == ["96×64×128", "2×16×64×32"]
+    assert (one.suite, one.path) == ("shapes", tmp_path / "shapes-bf16.json")
+    assert (two.dtype, two.rows) == ("fp16", one.rows)
+    both = bench.runs(bench.Request(suites=("square",), shapes=("8x8x8",)))
+    assert [run.suite for run in both] == ["square", "shapes"]
+    measured = suite(gpu, watch, rows=one.rows)
+    assert [row["name"] for row in measured.rows] == ["96x64x128", "2x16x64x32"]
+    assert measured.failed == []
+    listed = command("--list", "--shapes", "96x64x128")
+    assert listed.exit_code == 0
+    assert "96×64×128" in listed.stdout
+    assert "square" not in listed.stdout
+
+
 def test_list_alone_shows_every_suite():
     ran = command("--list")
     assert ran.exit_code == 0
@@ -554,7 +573,9 @@ def test_more_steady_rows_are_expected_to_take_longer():
         (["--suite", "square", "--rounds", "0"], "--rounds"),
         (["--suite", "square,llm", "--count", "3"], "count is for suites of random products: random_decode"),
         (["--suite", "random_mid", "--count", "0"], "--count"),
-        ([], "give a suite"),
+        ([], "give shapes, or a suite"),
+        (["--shapes", "96x11008"], "shape is '96x11008'; it must be MxNxK"),
+        (["--shapes", "0x64x64"], "M is 0; it must be an integer from 1"),
     ],
 )
 def test_the_command_refuses_what_makes_no_sense(asked, words, message):

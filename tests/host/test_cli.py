@@ -583,3 +583,15 @@ def test_without_torch_or_triton_import_and_command_say_what_to_install(name, tm
 def test_another_missing_module_is_told_as_it_is():
     error = ModuleNotFoundError("No module named 'numpy'", name="numpy")
     assert advised(error) is error
+
+
+def test_version_needs_no_package_of_the_command_line():
+    ran = python(
+        "-c", MISSING.format(name="typer", run="import runpy; runpy.run_module('gemmery')"), "--version"
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert ran.stdout == f"gemmery {gemmery.__version__}\n"
+    other = python(
+        "-c", MISSING.format(name="typer", run="import runpy; runpy.run_module('gemmery')"), "doctor"
+    )
+    assert (other.returncode, "pip install 'gemmery[cli]'" in other.stderr) == (1, True)

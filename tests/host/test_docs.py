@@ -15,7 +15,7 @@ import gemmery.nn
 from benchmarks import quantization_error
 from benchmarks.ladder_results import code_digest
 from docs.hooks import chart, drawings, notebooks, repository, rungs, site
-from gemmery import distributed, epilogues, formats
+from gemmery import distributed, documentation, epilogues, formats
 from gemmery.epilogues import Untraceable, table
 from gemmery.formats import FORMATS, from_codes
 from gemmery.formats.checkpoints.torchao import READERS
@@ -215,6 +215,7 @@ UNTRACEABLE = {
     "unknown": lambda acc: acc.cumsum(-1),
     "row again": lambda acc: acc * torch.rsqrt(acc.sum(-1, keepdim=True)),
     "columns": lambda acc: acc.sum(0),
+    "indexing": lambda acc: acc[:, 0],
     "alternating": lambda acc: acc[..., ::2],
     "control flow": lambda acc: acc if acc.max() > 0 else -acc,
     "random": lambda acc: torch.nn.functional.dropout(acc, 0.5),
@@ -231,6 +232,7 @@ def test_messages_of_tracing_are_quoted(function):
     with pytest.raises(Untraceable) as raised:
         program(call)
     text = re.sub(rf"{re.escape(__file__)}:\d+", "FILE:LINE", str(raised.value))
+    text = text.replace(documentation.page("epilogues", "what-can-be-traced"), "docs/epilogues.md")
     assert words(text) in words(EPILOGUES)
 
 
@@ -487,3 +489,21 @@ def test_pictures_of_fragments_are_drawn_by_the_rungs_functions():
     # Each lane has four registers of A, of B and of D.
     drawn = drawings.svg(drawings.fragments(), "")
     assert {drawn.count(f">{lane}</text>") for lane in range(32)} == {12}
+
+
+# --- recipes
+
+
+def test_the_prose_of_a_slow_shape_has_the_numbers_of_its_output():
+    page = words((ROOT / "docs" / "recipes" / "slow-shape.md").read_text())
+    shown = re.findall(r"gemmery, (measured|predicted) ([\d.]+) [\d.]+ (\d+)%", page)
+    (first, first_share), (first_said, _), (slow, slow_share), (slow_said, _) = [
+        (float(us), int(share)) for _, us, share in shown[:4]
+    ]
+    assert f"takes {slow / first:.2f} times as long" in page
+    assert f"it reaches {slow_share} % of the roofline, and its neighbor {first_share} %" in page
+    off = [abs(said / took - 1) * 100 for said, took in ((first_said, first), (slow_said, slow))]
+    assert f"The predictions are off by {off[0]:.0f} % and {off[1]:.0f} %" in page
+    low, high = re.findall(r"rounds: ([\d.]+) to ([\d.]+) µs", page)[0]
+    assert f"near {float(low):.0f} µs and near {float(high):.0f} µs" in page
+    assert f"`copies {re.findall(r', copies ([0-9.]+),', page)[0]}`" in page

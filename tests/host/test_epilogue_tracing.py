@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gemmery
-from gemmery import epilogues
+from gemmery import documentation, epilogues
 from gemmery.epilogues import Untraceable, compose, library, programs, random
 from gemmery.epilogues.decompositions import decompositions
 from gemmery.epilogues.identity import capture
@@ -379,7 +379,7 @@ def test_untraceable_changes_of_arguments():
 
 
 def test_messages_name_the_page_and_not_all_operators():
-    with pytest.raises(Untraceable, match=r'see "What can be traced" in docs/epilogues.md$') as caught:
+    with pytest.raises(Untraceable, match=r'see "What can be traced" in \S+/epilogues\S+$') as caught:
         program(unknown)
     assert "sigmoid" not in str(caught.value)
 
@@ -391,6 +391,7 @@ def test_torchs_random_numbers_are_refused_by_name(function):
     program(lambda acc: F.dropout(acc, 0.5, training=False))
 
 
+PLACES = torch.arange(40)
 ROW, WIDE_ROW = torch.randn(40), torch.randn(257)
 HINT = "write a half as x.shape"
 
@@ -609,10 +610,53 @@ def test_a_tensor_without_dimensions_is_no_number_of_the_arguments():
 def test_indexing_by_integers_reads_no_data():
     x, w = torch.randn(4, 8), torch.randn(6, 8)
     how = Options(None, "ieee", False, False, None)
-    with pytest.raises(Untraceable, match=r"uses aten\.index\.Tensor"):
+    with pytest.raises(
+        Untraceable, match=r"it indexes a tensor \(aten\.index\.Tensor\).*index arguments before the call"
+    ):
         program_of(
             make_call("linear", x, w, None, Functions(lambda acc, i: acc[:, i], (torch.arange(6),)), how)
         )
+
+
+@pytest.mark.parametrize(
+    ("function", "args"),
+    [
+        (lambda acc, t: acc * t[0], (torch.ones(24, 40),)),
+        (lambda acc: acc[:, 0], ()),
+        (lambda acc: acc[0, :], ()),
+        (lambda acc: acc[:, torch.arange(39, -1, -1)], ()),
+        (lambda acc: acc[:, [3, 2, 1]], ()),
+        (lambda acc, i: acc.index_select(-1, i), (torch.arange(40),)),
+        (lambda acc: acc[:, PLACES], ()),
+    ],
+)
+def test_indexing_says_what_to_do(function, args):
+    with pytest.raises(
+        Untraceable, match=r"it indexes a tensor .*before the call.*result after it; take halves"
+    ) as caught:
+        program(function, args, b=torch.randn(16, 40))
+    assert line_of(function, "lambda acc") in str(caught.value)
+
+
+@pytest.mark.parametrize("function", [lambda acc: acc[:, ::2], lambda acc: acc[..., 1::2]])
+def test_slices_say_what_to_do(function):
+    with pytest.raises(
+        Untraceable, match=r"a slice that is not a half .*chunk\(2, dim=-1\), slice arguments before"
+    ):
+        program(function)
+
+
+def test_messages_have_the_address_of_the_page_where_there_is_one(monkeypatch):
+    from email.message import Message
+
+    installed = Message()
+    installed["Project-URL"] = "Source, https://example.org/gemmery"
+    monkeypatch.setattr(documentation.metadata, "metadata", lambda name: installed)
+    assert documentation.page("epilogues", "errors") == "docs/epilogues.md"
+    installed["Project-URL"] = "Documentation, https://example.org/docs/"
+    assert documentation.page("epilogues", "errors") == "https://example.org/docs/epilogues/#errors"
+    with pytest.raises(Untraceable, match=r"in https://example\.org/docs/epilogues/#what-can-be-traced$"):
+        program(lambda acc: acc.cumsum(0))
 
 
 def test_a_factor_of_rsub_is_read():

@@ -344,3 +344,43 @@ def test_nothing_is_written_before_an_error():
         with pytest.raises(ValueError, match=r"\w"):
             call()
     assert out.isnan().all()
+
+
+HINTS = {
+    "bias is a function": (
+        lambda: gemmery.linear(t(3, 4), t(6, 4), torch.nn.functional.gelu), TypeError, "did you mean epilogue=?"
+    ),
+    "epilogue by name": (
+        lambda: gemmery.linear(t(3, 4), t(6, 4), epilogue="gelu"), TypeError, "such as gemmery.epilogues.gelu"
+    ),
+    "a weight in matmul": (lambda: gemmery.matmul(t(3, 4), t(6, 4)), ValueError, "use gemmery.linear or b.T"),
+    "precision": (lambda: gemmery.linear(t(3, 4), t(6, 4), precision="high"), ValueError, "tf32x3, torch"),
+    "an argument is missing": (
+        lambda: gemmery.linear(t(3, 4), t(6, 4), epilogue=lambda acc, g: acc * g), TypeError,
+        "'g'; the epilogue is given the product and 0 of args=",
+    ),
+    "an argument too many": (
+        lambda: gemmery.matmul(t(3, 4), t(4, 6), epilogue=lambda acc: acc, args=(1.0,)), TypeError,
+        "2 were given; the epilogue is given the product and 1 of args=",
+    ),
+    "fp8": (lambda: gemmery.quantize(t(6, 32), "fp8"), ValueError, "did you mean 'e4m3'?"),
+    "capitals": (lambda: gemmery.quantize(t(6, 32), "INT4"), ValueError, "did you mean 'int4'?"),
+    "transposed scales": (
+        lambda: gemmery.formats.from_codes(
+            torch.zeros(64, 256, dtype=torch.uint8), "int4", scales=torch.ones(4, 64).half()
+        ),
+        ValueError, "scales is (4, 64); with codes (64, 256) it must be (N, groups)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HINTS)
+def test_messages_say_what_to_do(name):
+    call, error, text = HINTS[name]
+    fails(error, call, text)
+
+
+def test_errors_inside_an_epilogue_stay_as_they_are():
+    with pytest.raises(TypeError) as caught:
+        gemmery.matmul(t(3, 4), t(4, 6), epilogue=lambda acc: acc + "1")
+    assert "args=" not in str(caught.value)

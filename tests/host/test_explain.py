@@ -126,9 +126,9 @@ def test_devices_by_name():
     assert device_named("mi300x").name == "AMD Instinct MI300X"
     if not torch.cuda.is_available():
         assert device_named() is H200
-    with pytest.raises(ValueError, match=r"3090 and .* are called that"):
+    with pytest.raises(ValueError, match=r"3090 and .* have that name"):
         device_named("RTX")
-    with pytest.raises(ValueError, match="none of the device table"):
+    with pytest.raises(ValueError, match="no GPU in the device table has that name"):
         device_named("V100")
 
 

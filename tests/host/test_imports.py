@@ -10,7 +10,7 @@ ROOT = Path(gemmery.__file__).parent
 #: The rooms and files on the way from tensors to a launch, from the bottom to the top. Above all of them stand the
 #: products, the public functions, modules, tuning, the lab and the command.
 FLOORS = (
-    ("allocation", "dtensors", "dtypes", "devices", "files", "memo", "reference"),
+    ("allocation", "dtensors", "dtypes", "devices", "documentation", "files", "memo", "reference"),
     ("kernels", "precision"),
     ("formats", "epilogues"),
     ("operands",),

@@ -134,7 +134,7 @@ def test_tune_without_a_gpu_says_so(source, tmp_path, kept):
     [
         ((), "give suites, shapes or a log"),
         (("--suite", "nonsense"), "there is no suite 'nonsense'"),
-        (("--shapes", "64x64"), "MxNxK is wanted"),
+        (("--shapes", "64x64"), "it must be MxNxK"),
         (("--shapes", "64x64x64", "--dtype", "fp4"), "dtype is 'fp4'"),
         (("--shapes", "64x64x64", "--seconds", "-1"), "seconds"),
         (("--from-log", "/nowhere/log"), "does not exist"),

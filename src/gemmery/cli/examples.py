@@ -53,9 +53,9 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     ),
     "store import": ("gemmery store export tuned.json", "gemmery store import tuned.json"),
     "bench": (
+        "gemmery bench --shapes 96x11008x4096,4096x11008x4096",
         "gemmery bench --list --suite square",
         "gemmery bench --suite square,llm --against cublas,compile --json .",
-        'gemmery bench --suite odd --rows "K odd"',
     ),
 }
 

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from .options import app, place_for_json, words, write_json
+from .products import SIZES
 
 
 def _steady_rows(text: str) -> str:
@@ -24,6 +25,10 @@ def _place_for_results(path: Path | None) -> Path | None:
 def bench(
     suite: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="Suites to measure: all, or names that --list shows.")
+    ] = None,
+    shapes: Annotated[
+        list[str] | None,
+        typer.Option(metavar="MxNxK", help="Your own sizes, of a Linear, or BxMxNxK with a batch. " + SIZES),
     ] = None,
     dtype: Annotated[
         list[str] | None,
@@ -75,12 +80,14 @@ def bench(
         bool, typer.Option("--list", help="Show the rows and about how long they take, and measure nothing.")
     ] = False,
 ) -> None:  # fmt: skip
-    """Measure suites of products against other implementations, on the GPU of this machine.
+    """Measure suites of products, or your own shapes, against other implementations, on the GPU of this machine.
 
     Options accept several names, separated by commas or repeated: --suite square,llm --dtype bf16 --dtype fp16.
     """
-    if not suite and not listing:
-        raise typer.BadParameter("give a suite; --list shows their names", param_hint="--suite")
+    if not (suite or shapes or listing):
+        raise typer.BadParameter(
+            "give shapes, or a suite; --list shows their names", param_hint="--shapes or --suite"
+        )
     if json == Path("-") and not listing:
         raise typer.BadParameter(
             "results need a file: give a .json file, or a directory", param_hint="--json"
@@ -90,7 +97,8 @@ def bench(
     from ..select.shapes import short_name
 
     request = Request(
-        suites=words(suite) or ["all"],
+        suites=words(suite) or ([] if shapes else ["all"]),
+        shapes=words(shapes),
         dtypes=[short_name(name) for name in words(dtype)] or ["bf16"],
         against=words(against) or ["cublas"],
         regimes=words(regimes),

@@ -15,6 +15,11 @@ try:
     import typer
     import typer.core
 except ModuleNotFoundError as error:
+    if sys.argv[1:] == ["--version"]:
+        from .. import __version__
+
+        print(f"gemmery {__version__}")
+        raise SystemExit(0) from None
     raise SystemExit("gemmery's command line needs typer and rich: pip install 'gemmery[cli]'") from error
 
 from .examples import epilog

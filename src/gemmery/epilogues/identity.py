@@ -104,7 +104,8 @@ def capture(function: Callable[..., Any]) -> Captured:
         TypeError: it is not a Python function, a partial of one, or an object that is called like one.
     """
     if not callable(function):
-        raise TypeError(f"epilogue is a {type(function).__name__}; it must be a function")
+        hint = ", such as gemmery.epilogues.gelu" if isinstance(function, str) else ""
+        raise TypeError(f"epilogue is a {type(function).__name__}; it must be a function{hint}")
     walk = _Walk()
     key, build = walk.value(function)
     steps = () if key is None else tuple(walk.steps)

@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from ..documentation import page
 from ..dtypes import accumulator
 from .device_function import device_name
 from .record import Untraceable
@@ -143,8 +144,6 @@ class Program:
 # Lowering
 
 
-#: Where messages send for what can be used.
-GUIDE = 'see "What can be traced" in docs/epilogues.md'
 #: Columns of the widest product of which a tile can be as wide.
 WHOLE = 256
 #: Keyword arguments that are read, of operators that are more than a line of a table.
@@ -185,7 +184,8 @@ class _Lowering:
 
     def fail(self, node: fx.Node, what: str) -> Untraceable:
         where = f" ({node.meta['where']})" if "where" in node.meta else ""
-        return Untraceable(f"the {self.role} {self.name} {what}{where}; {GUIDE}")
+        guide = page("epilogues", "what-can-be-traced")
+        return Untraceable(f'the {self.role} {self.name} {what}{where}; see "What can be traced" in {guide}')
 
     @property
     def _width(self) -> int:
@@ -538,7 +538,11 @@ class _Lowering:
         start, end = start % shape[dim] if start < 0 else start, end % shape[dim] if end < 0 else end
         halves = {(0, self._width): 0, (self._width, 2 * self._width): 1}
         if dim % len(shape) != len(shape) - 1 or step != 1 or (start, end) not in halves or len(x.names) != 2:
-            raise self.fail(node, "takes a slice that is not a half of the last dimension")
+            raise self.fail(
+                node,
+                "takes a slice that is not a half of the last dimension: take halves with chunk(2, dim=-1), slice "
+                "arguments before the call, and the result after it",
+            )
         return replace(x, names=(x.names[halves[start, end]],))
 
     def _cat(self, node: fx.Node) -> Value:

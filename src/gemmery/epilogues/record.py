@@ -20,6 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 _META = torch.device("meta")
 #: What torch calls operators whose result, or its shape, depends on data.
 _READING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+#: Operators that pick elements by their place, which a tile does not have; slices may be halves and are lowered.
+_INDEXING = {
+    torch.ops.aten.select.int, torch.ops.aten.index.Tensor, torch.ops.aten.index_select.default,
+    torch.ops.aten.gather.default, torch.ops.aten.take.default,
+}  # fmt: skip
 
 
 class Untraceable(ValueError):
@@ -143,6 +148,12 @@ class Recorder(TorchDispatchMode):
             raise Untraceable(
                 f"its control flow, or a Python number in it, depends on the data of a tensor ({func}, at "
                 f"{self._where()}); use torch.where and operators on tensors"
+            )
+        if func in _INDEXING:
+            raise Untraceable(
+                f"at {self._where()} it indexes a tensor ({func}), and a kernel sees one tile at a time: index "
+                "arguments before the call, as in args=(t[0],), and the result after it; take halves with "
+                "chunk(2, dim=-1)"
             )
         return self._note(func, args, kwargs)
 

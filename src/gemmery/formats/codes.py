@@ -153,6 +153,12 @@ def _group_size(codes: Tensor, grouped: dict[str, Tensor | None], group_size: in
         return group_size or 0
     *_, N, K = codes.shape
     name, first = present[0]
+    for each, values in present:
+        if group_size is None and tuple(values.shape[:-1]) != tuple(codes.shape[:-1]):
+            raise ValueError(
+                f"from_codes: {each} is {tuple(values.shape)}; with codes {tuple(codes.shape)} it must be (N, groups) "
+                f"with N = {N}, a value for each group of columns of a row; transpose it, or give group_size="
+            )
     groups = first.shape[-1] if first.ndim else 0
     if group_size is None:
         if not groups or K % groups:

@@ -284,7 +284,9 @@ def lookup(caller: str, format: Format | str) -> Format:
             f"{caller}: format is a {type(name).__name__}; it must be one of {', '.join(FORMATS)}"
         )
     if name not in FORMATS:
-        raise ValueError(f"{caller}: format is {name!r}; it must be one of {', '.join(FORMATS)}")
+        near = "e4m3" if name.lower() in ("fp8", "float8") else name.lower()
+        hint = f"; did you mean {near!r}?" if near in FORMATS else ""
+        raise ValueError(f"{caller}: format is {name!r}; it must be one of {', '.join(FORMATS)}{hint}")
     return FORMATS[name]
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..select.shapes import check_sizes, sizes
 from ..tuning.stopwatch import Call, Stopwatch
 from . import suites, timing
 from .display import Display
@@ -205,6 +206,8 @@ class Request:
 
     Attributes:
         suites: names, or "all" for every suite that is not part of another.
+        shapes: texts such as 64x4096x4096: products of a Linear of these sizes, (M, K) by a weight (N, K), measured
+            like a suite.
         dtypes: for rows that have none of their own.
         against: names of `PEERS`.
         regimes: of `timing.REGIMES`; those of the suite if empty.
@@ -215,7 +218,8 @@ class Request:
         json: a file for a single result, or a directory that gets a file for each suite and type.
     """
 
-    suites: Sequence[str]
+    suites: Sequence[str] = ()
+    shapes: Sequence[str] = ()
     dtypes: Sequence[str] = ("bf16",)
     against: Sequence[str] = ("cublas",)
     regimes: Sequence[str] = ()
@@ -272,14 +276,18 @@ def runs(request: Request) -> list[Run]:
         wanted = re.compile(request.rows)
     except re.error as error:
         raise ValueError(f"rows {request.rows!r} is not a regular expression: {error}") from error
+    shapes = {suites.SHAPES: rows_of(request.shapes)} if request.shapes else {}
     asked = suites.whole() if "all" in request.suites else list(dict.fromkeys(request.suites))
     if request.count is not None and not set(asked) & set(suites.RANDOM):
         raise ValueError(f"count is for suites of random products: {', '.join(suites.RANDOM)}")
     seed = random.SystemRandom().getrandbits(31) if request.seed is None else request.seed
     found: list[Run] = []
-    for name in asked:
+    for name in [*asked, *shapes]:
         drawn = seed if request.count is not None and name in suites.RANDOM else None
-        rows = suites.load(name) if drawn is None else suites.drawn(name, drawn, request.count or 0)
+        if name in shapes:
+            rows = shapes[name]
+        else:
+            rows = suites.load(name) if drawn is None else suites.drawn(name, drawn, request.count or 0)
         rows = [row for row in rows if wanted.search(row.name)]
         if not rows:
             raise ValueError(f"suite {name}: no row's name matches {request.rows!r}")
@@ -289,6 +297,24 @@ def runs(request: Request) -> list[Run]:
     if request.json is not None and request.json.suffix == ".json" and len(found) > 1:
         raise ValueError(f"{request.json} is one file, and there are {len(found)} results; name a directory")
     return found
+
+
+def rows_of(shapes: Sequence[str]) -> list[Row]:
+    """Rows of sizes that a user gives as texts, each once: products of a Linear, or batches of them.
+
+    Raises:
+        ValueError: a text is of another form, or a size is one that no kernel takes.
+    """
+    rows = []
+    for text in dict.fromkeys(shapes):
+        *batch, M, N, K = sizes(text)
+        check_sizes(M, N, K, batch)
+        if len(batch) > len(suites.BATCH_NAMES):
+            raise ValueError(
+                f"shape is {text!r}; it must have at most {len(suites.BATCH_NAMES)} sizes before M, N and K"
+            )
+        rows.append(Row(text, M, N, K, batch=tuple(batch)))
+    return rows
 
 
 def _path(request: Request, suite: str, dtype: str, drawn: int | None) -> Path | None:

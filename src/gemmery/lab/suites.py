@@ -226,6 +226,9 @@ RANDOM: dict[str, Drawing] = {
 #: The seeds of their rows; each has as many.
 SEEDS = (1, 2, 3, 4)
 
+#: What rows of a user's own shapes are called together, in results and files.
+SHAPES = "shapes"
+
 #: Regimes that a suite is measured in where nothing else is asked for; else burst and steady.
 REGIMES = {"launch": ("host", "graph")} | dict.fromkeys(RANDOM, ("burst",))
 
@@ -296,6 +299,8 @@ def held_out() -> set[tuple[int, int, int]]:
 
 def about(name: str) -> str:
     """What a suite is, in words."""
+    if name == SHAPES:
+        return "The shapes that were given."
     if name in PARTS:
         return f"Part of {source(name)}."
     if name in MIXTURES:

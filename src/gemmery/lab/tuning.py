@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -23,7 +22,7 @@ from ..files import read_json, write_json
 from ..layout import make_problem
 from ..problem import Problem
 from ..select import log, store
-from ..select.shapes import dtype_named, problem_of
+from ..select.shapes import dtype_named, problem_of, sizes
 from ..tuning.tuner import Progress, TuneResult, tune_problems
 from ..tuning.warm import MOST_ROWS, Weight
 from ..tuning.warm import warmup as compile_all
@@ -114,17 +113,6 @@ class Request:
         return list(dict.fromkeys(found))
 
 
-def sizes(text: str) -> list[int]:
-    """The sizes in a text such as 64x4096x4096; three at least.
-
-    Raises:
-        ValueError: the text is of another form.
-    """
-    if not re.fullmatch(r"\d+([x×]\d+){2,}", text):
-        raise ValueError(f"shape {text!r} given; MxNxK is wanted, or BxMxNxK for a batch")
-    return [int(word) for word in re.split("[x×]", text)]
-
-
 def problem_of_row(row: Row, kind: Kind, device: Device) -> Problem:
     """The problem of a row of a suite."""
 
@@ -158,7 +146,10 @@ def tune(
     console = Console() if console is None else console
     if gpu_here() is None:
         console.print("No GPU here, so there is nothing to measure.")
-        console.print("What is chosen untuned, on any GPU, says gemmery explain 4096 4096 4096 --device H200")
+        M, N, K = (problems[0].M, problems[0].N, problems[0].K) if problems else (4096, 4096, 4096)
+        console.print(
+            f"Run gemmery explain {M} {N} {K} --device H200 to see the untuned choice.", soft_wrap=True
+        )
         return NOTHING
     results: list[TuneResult] = []
     status = 0

@@ -32,7 +32,8 @@ _OF_SCALED = ("scaled_matmul", "plan")
 def check_tensor(op: str, name: str, value: object) -> None:
     """Raises TypeError unless `value` is a tensor."""
     if not isinstance(value, Tensor):
-        raise TypeError(f"{op}: {name} is a {type(value).__name__}; it must be a torch.Tensor")
+        hint = "; did you mean epilogue=?" if name == "bias" and callable(value) else ""
+        raise TypeError(f"{op}: {name} is a {type(value).__name__}; it must be a torch.Tensor{hint}")
     if isinstance(value, torch.sparse.SparseSemiStructuredTensor):
         raise TypeError(
             f"{op}: {name} is torch's semi-structured tensor; make a gemmery.SparseTensor of it by gemmery.sparsify"
@@ -256,7 +257,7 @@ def check(call: Call) -> None:
     _, second, third = operand_names(op)
     if call.options.precision not in PRECISIONS:
         raise ValueError(
-            f"{op}: precision is {call.options.precision!r}; it must be one of {', '.join(PRECISIONS)}"
+            f"{op}: precision is {call.options.precision!r}; it must be one of {', '.join(PRECISIONS)}, torch"
         )
     shape = call.shape
     if call.b.halves > 1:

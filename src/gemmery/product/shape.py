@@ -31,7 +31,9 @@ def result_shape(op: str, a: Tensor, b: Tensor, packed: bool = False) -> tuple[i
     inner_a, inner_b = a.shape[-1], b.shape[-2] if b.dim() > 1 else b.shape[0]
     if inner_a != inner_b:
         what = _operands(op, a, b, packed)
-        raise ValueError(f"{what}: inner sizes {inner_a} and {inner_b} differ")
+        is_weight = op == "matmul" and not packed and b.dim() == 2 and inner_a == b.shape[1]
+        hint = "; for a weight (N, K), use gemmery.linear or b.T" if is_weight else ""
+        raise ValueError(f"{what}: inner sizes {inner_a} and {inner_b} differ{hint}")
     try:
         batch = broadcast_batch(a.shape[:-2], b.shape[:-2])
     except RuntimeError as error:

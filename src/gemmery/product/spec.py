@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -56,6 +57,19 @@ def scalars_of(alpha: Number, beta: Number) -> tuple[Number, Number]:
 def unchanged(acc: Tensor) -> Tensor:
     """The epilogue of a product that has none."""
     return acc
+
+
+def takes(function: Callable[..., Any], count: int) -> bool:
+    """Whether a function can be called with so many positional arguments; True where nothing tells."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        return True  # a function of C without a signature
+    try:
+        signature.bind(*[None] * count)
+    except TypeError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -180,7 +194,15 @@ class Call:
             product, values = product + added, values[self.biases :]
         # Before the function, which may change the product in place.
         saved = [product.to(self.dtype, copy=True)] if self.saves else []
-        returned = function(product, *values)
+        try:
+            returned = function(product, *values)
+        except TypeError as error:
+            if takes(function, 1 + len(values)):
+                raise
+            raise TypeError(
+                f"{self.op}: {error}; the epilogue is given the product and {len(self.own)} of args=; give as many as "
+                "it takes after the product"
+            ) from error
         many = isinstance(returned, tuple | list)
         results = list(returned) if isinstance(returned, tuple | list) else [returned]
         return results + saved, many

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 
 import torch
@@ -33,9 +34,24 @@ def device_named(name: str | None = None) -> Device:
     # Whole words: an H20 is not an H200.
     found = [row for row in TABLE.values() if f" {name.lower()} " in f" {row.name.lower()} "]
     if len(found) != 1:
-        has = f"{' and '.join(row.name for row in found)} are" if found else "none of the device table is"
-        raise ValueError(f"device is {name!r}; {has} called that; there are {', '.join(TABLE)}")
+        what = (
+            f"{' and '.join(row.name for row in found)} have" if found else "no GPU in the device table has"
+        )
+        raise ValueError(f"device is {name!r}; {what} that name; there are {', '.join(TABLE)}")
     return found[0]
+
+
+def sizes(text: str) -> list[int]:
+    """The sizes in a text such as 64x4096x4096, or with a batch 8x64x4096x4096.
+
+    Raises:
+        ValueError: the text is of another form.
+    """
+    if not re.fullmatch(r"\d+([x×]\d+){2,}", text):
+        raise ValueError(
+            f"shape is {text!r}; it must be MxNxK, or BxMxNxK with a batch, such as 64x4096x4096"
+        )
+    return [int(word) for word in re.split("[x×]", text)]
 
 
 def check_sizes(M: int, N: int, K: int, batch: Sequence[int] = (), least_k: int = 1) -> None:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlencode
 
-from ..tuning import gpu_here, sizes
+from ...select.shapes import sizes
+from ..tuning import gpu_here
 from . import api, export
 from .query import GPUS, Query
 
@@ -47,7 +48,7 @@ class Request:
         for text in self.shapes:
             each = sizes(text)
             if len(each) != 3:
-                raise ValueError(f"shape {text!r} given; MxNxK is wanted")
+                raise ValueError(f"shape is {text!r}; it must be MxNxK, such as 64x4096x4096")
             found.append((each[0], each[1], each[2]))
         return found
 

@@ -33,7 +33,7 @@ def describe(found: Prediction) -> str:
         lines.append(f"{found.vendor}: torch has no such product")
     lines += [
         *_conclusions(found),
-        f"From {found.basis}. The config is the one with Triton {triton.__version__}.",
+        f"From {found.basis}. Config chosen for Triton {triton.__version__}.",
     ]
     return "\n".join(lines)
 
