@@ -1,6 +1,7 @@
 """Write the tables of benchmarks/results/*.json: a few lines between README.md's two marks, all suites between those of
-docs/results.md, every row in RESULTS.md. Where there are results of grouped.py, sparse.py, blocks.py or all_reduce.py,
-theirs go between the marks of docs/grouped.md, docs/sparse.md, docs/blocks.md and docs/distributed.md.
+docs/results.md, every row in RESULTS.md. Where there are results of grouped.py, sparse.py, blocks.py, all_reduce.py or
+compiled.py, theirs go between the marks of docs/grouped.md, docs/sparse.md, docs/blocks.md, docs/distributed.md and
+docs/compile.md.
 
 python benchmarks/readme_tables.py           rewrite all
 python benchmarks/readme_tables.py --check   exit 1 if one is out of date
@@ -17,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import all_reduce_summary, grouped_summary, sharded_rows_summary, sparse_summary  # noqa: E402
+from benchmarks import compiled_summary as of_blocks  # noqa: E402
 from benchmarks import lowbit as packed  # noqa: E402
 from benchmarks.records import (  # noqa: E402
     RESULTS,
@@ -264,6 +266,18 @@ def of_ranks(sums: Sequence[Data], rows: Sequence[Data]) -> str:
     return "\n\n".join(parts)
 
 
+# --- compiled models ------------------------------------------------------------------------------------------------
+
+
+def of_compiled(results: Sequence[Data]) -> str:
+    """Everything between the marks of docs/compile.md."""
+    return "\n\n".join([
+        _table(of_blocks.HEAD, of_blocks.lines(results), "lr"), of_blocks.ABOUT,
+        _table(of_blocks.PRODUCTS, of_blocks.product_lines(results), "lr"), of_blocks.ABOUT_PRODUCTS,
+        of_blocks.places(results),
+    ])  # fmt: skip
+
+
 # --- every row ------------------------------------------------------------------------------------------------------
 
 
@@ -366,6 +380,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--sparse", type=Path, default=ROOT / "docs" / "sparse.md", metavar="FILE")
     parser.add_argument("--blocks", type=Path, default=ROOT / "docs" / "blocks.md", metavar="FILE")
     parser.add_argument("--distributed", type=Path, default=ROOT / "docs" / "distributed.md", metavar="FILE")
+    parser.add_argument("--compile", type=Path, default=ROOT / "docs" / "compile.md", metavar="FILE")
     parser.add_argument("--rows", type=Path, default=ROOT / "benchmarks" / "RESULTS.md", metavar="FILE")
     options = parser.parse_args(arguments)
     try:
@@ -383,6 +398,9 @@ def main(arguments: list[str] | None = None) -> int:
         sums, rows = (x.read(options.results) for x in (all_reduce_summary, sharded_rows_summary))
         if (sums or rows) and options.distributed.exists():
             pages.append((options.distributed, rewritten(options.distributed, of_ranks(sums, rows))))
+        compiled = of_blocks.read(options.results)
+        if compiled and options.compile.exists():
+            pages.append((options.compile, rewritten(options.compile, of_compiled(compiled))))
     except ValueError as error:
         print(f"readme_tables: {error}", file=sys.stderr)
         return 2
