@@ -1,7 +1,7 @@
 """Write the tables of benchmarks/results/*.json: a few lines between README.md's two marks, all suites between those of
-docs/results.md, every row in RESULTS.md. Where there are results of grouped.py, sparse.py, blocks.py, all_reduce.py, or
-peers.py and generation.py, theirs go between the marks of docs/grouped.md, docs/sparse.md, docs/blocks.md,
-docs/distributed.md and docs/when-to-use-what.md.
+docs/results.md, every row in RESULTS.md. Where there are results of grouped.py, sparse.py, blocks.py, all_reduce.py,
+sharded_rows.py, sharded_model.py, peers.py, generation.py, compiled.py, linear_cross_entropy.py or lora.py, theirs go
+between the marks of the page that is about them.
 
 python benchmarks/readme_tables.py           rewrite all
 python benchmarks/readme_tables.py --check   exit 1 if one is out of date
@@ -26,6 +26,7 @@ from benchmarks import (  # noqa: E402
     sparse_summary,
     training_summary,
 )
+from benchmarks import compiled_summary as of_blocks  # noqa: E402
 from benchmarks import lowbit as packed  # noqa: E402
 from benchmarks.records import (  # noqa: E402
     RESULTS,
@@ -302,6 +303,18 @@ def of_training(results: Sequence[Data], name: str) -> str:
     return "\n\n".join([_table(head, lines, align), about, s.places(results, steps)]) if lines else ""
 
 
+# --- compiled models ------------------------------------------------------------------------------------------------
+
+
+def of_compiled(results: Sequence[Data]) -> str:
+    """Everything between the marks of docs/compile.md."""
+    return "\n\n".join([
+        _table(of_blocks.HEAD, of_blocks.lines(results), "lr"), of_blocks.ABOUT,
+        _table(of_blocks.PRODUCTS, of_blocks.product_lines(results), "lr"), of_blocks.ABOUT_PRODUCTS,
+        of_blocks.places(results),
+    ])  # fmt: skip
+
+
 # --- every row ------------------------------------------------------------------------------------------------------
 
 
@@ -407,6 +420,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--peers", type=Path, default=ROOT / "docs" / "when-to-use-what.md", metavar="FILE")
     parser.add_argument("--training", type=Path, default=ROOT / "docs" / "training.md", metavar="FILE")
     parser.add_argument("--adapters", type=Path, default=ROOT / "docs" / "adapters.md", metavar="FILE")
+    parser.add_argument("--compile", type=Path, default=ROOT / "docs" / "compile.md", metavar="FILE")
     parser.add_argument("--rows", type=Path, default=ROOT / "benchmarks" / "RESULTS.md", metavar="FILE")
     options = parser.parse_args(arguments)
     try:
@@ -432,6 +446,9 @@ def main(arguments: list[str] | None = None) -> int:
         for name, path in (("training", options.training), ("adapters", options.adapters)):
             if path.exists() and (text := of_training(steps, name)):
                 pages.append((path, rewritten(path, text)))
+        compiled = of_blocks.read(options.results)
+        if compiled and options.compile.exists():
+            pages.append((options.compile, rewritten(options.compile, of_compiled(compiled))))
     except ValueError as error:
         print(f"readme_tables: {error}", file=sys.stderr)
         return 2

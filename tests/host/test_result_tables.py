@@ -394,3 +394,34 @@ def test_the_picture_of_the_groups_has_every_row_of_the_table(tmp_path):
     more = [ratios_of("llm", [0.9, 0.9, 1.1]), *data[1:]]
     plots.draw_groups(more, tmp_path / "other.svg")
     assert (tmp_path / "other.svg").read_text().count("<use ") == text.count("<use ")
+
+
+def test_compiled_blocks():
+    """Ratios are taken within rounds, and a product that gemmery does not win is no gain."""
+    from benchmarks import compiled_summary
+
+    products = [
+        {"op": "addmm", "shape": [8, 16, 32], "times": {"addmm": 4e-6, "bias_addmm": 3e-6, "gemmery_addmm": 2e-6,
+         "triton_mm_1": 5e-6, "triton_mm_2": 2.5e-6}, "used": 1, "count": 2},
+        {"op": "mm", "shape": [8, 16, 32], "times": {"mm": 1e-6, "gemmery_mm": 2e-6, "triton_mm_0": 9e-6}, "used": 0,
+         "count": 1},
+    ]  # fmt: skip
+    entry = {
+        "name": "a block", "products": products, "added": {"x": 0.5, "y": 1.25},
+        "rounds": [{"torch": 2e-6, "gemmery": 1e-6}, {"torch": 3e-6, "gemmery": 2e-6}, {"torch": 1e-6, "gemmery": 2e-6}],
+    }  # fmt: skip
+    result = {
+        "peers": ["torch"],
+        "ours": "gemmery",
+        "entries": [entry],
+        "from_log": [{**products[1], "op": "mm"}],
+    }
+    del result["from_log"][0]["count"]
+    assert compiled_summary.lines([result]) == [
+        ["a block", "**1.500** (0.500–2.000)", "2.0", "2.0", "1 of 3", "1.25 s"]
+    ]
+    assert compiled_summary.product_lines([result]) == [
+        ["addmm, 8 × 16 × 32", "2.0", "3.0", "2.5", "1 of 2"],
+        ["mm, 8 × 16 × 32", "2.0", "1.0", "9.0", "0 of 1"],
+        ["mm, 8 × 16 × 32", "2.0", "1.0", "9.0", ""],
+    ]
