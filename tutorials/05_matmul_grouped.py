@@ -216,7 +216,7 @@ def cache_answer() -> str:
 QUESTIONS = (
     Question("7 x 6 tiles in groups of 3: where does tile 13 lie?", place_answer),
     Question(
-        "64 x 64 tiles, of which 132 run at a time: which blocks do the first ones read, row by row, and in groups of 11?",
+        "64 x 64 tiles, 132 of them at a time: which blocks do the first ones read, row by row, and in groups of 11?",
         touched_answer,
     ),
     Question(

@@ -226,7 +226,7 @@ QUESTIONS = (
         traffic_answer,
     ),
     Question(
-        "tl.erf takes 68 instructions a number, the polynomial 20; a multiprocessor runs 128 per clock. How long do they take?",
+        "tl.erf takes 68 instructions, the polynomial 20. How long is that, with 128 per clock and multiprocessor?",
         arithmetic_answer,
     ),
     Question("From which K on does the cheaper gelu cost less than 5 % of the product?", depth_answer),

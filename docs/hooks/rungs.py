@@ -359,10 +359,10 @@ def compiled(number: int) -> str:
         )
     said = (
         f"Compiled for Hopper by Triton {data['triton']}; registers and instructions are those of a thread. The last "
-        "column counts a K step's instructions without moves and products. `LDGSTS` copies to shared memory, `UTMALDG` asks the TMA unit, `LDG` loads into "
-        "registers and `STS` writes them to shared memory, `LDL` and `STL` are spilled registers. "
-        "`benchmarks/ladder_code.py` makes this table without a GPU. `gemmery inspect` shows the same for the library's "
-        "kernels, with the instructions."
+        "column counts a K step's instructions without moves and products. `LDGSTS` copies to shared memory, `UTMALDG` "
+        "asks the TMA unit, `LDG` loads into registers and `STS` writes them to shared memory, `LDL` and `STL` are "
+        "spilled registers. `benchmarks/ladder_code.py` makes this table without a GPU. `gemmery inspect` shows the "
+        "same for the library's kernels, with the instructions."
     )
     return "\n".join(lines) + f"\n\n{said}"
 
