@@ -86,7 +86,7 @@ gemmery's kernel takes 36 µs. With 4096 rows, where the tensor cores are the li
 
 *Where it loses.* Step 2, the expansion in registers, takes 102 µs with one row, longer than the dense product. A step
 has 662 other instructions, and the kernel waits for each product before it expands the next columns. Step 3 is about
-as fast as torch with 16 rows, 64 µs against 60, but takes six times as long with 64 rows. It loads x in pieces of 4
+as fast as torch with 16 rows, 63 µs against 60, but takes six times as long with 64 rows. It loads x in pieces of 4
 bytes: a step has 260 such loads for 64 products, and each of the 512 programs loads all of x again. It also needs 180
 registers, so only one program fits on a multiprocessor, instead of four. The kernel of step 4 loads x into shared
 memory, where all warps use it, and takes 37 µs.
