@@ -1,33 +1,31 @@
 """Rung 1: vector add with pointers and a mask.
 
 The smallest complete Triton kernel. A launch starts many *programs*; all run the same code and tell themselves apart
-by `tl.program_id`. A program does not handle one element, as a CUDA thread would, but a whole *block* of them: values
-in the kernel are arrays of `BLOCK` elements, and the compiler spreads them over the threads of the program.
+by `tl.program_id`. A program does not handle one element, as a CUDA thread would, but a whole *block*. Values in the
+kernel are arrays of `BLOCK` elements, and the compiler spreads them over the program's threads.
 
     element    0        1024       2048      n-1
                |---------|----------|---------|  :  :
     program         0          1         2    ^--^
                                               masked: these addresses are not ours
 
-A pointer plus an array of integers is an array of pointers. `n` is seldom a multiple of the block, so the last program
-would run past the end; a *mask* says which elements exist. A masked load does not touch memory, and neither does a
-masked store.
+A pointer plus an array of integers is an array of pointers. `n` is rarely a multiple of the block, so the last program
+would run past the end. A *mask* tells which elements exist. Masked elements are neither loaded nor stored.
 
-How fast can it be? Each element costs 12 bytes of traffic (two loads and one store of four bytes) and one addition.
-A GPU does hundreds of additions in the time of one such transfer, so memory bandwidth alone decides. The yardstick is
-what a plain copy reaches on the same machine in the same run: no kernel moves bytes faster than one that does nothing
-else. A simple kernel already gets there, and there is nothing left for a later rung to gain on large vectors.
-Matrix products, from rung 3 on, are another matter.
+How fast can it be? Each element costs 12 bytes of traffic (two loads and one store of four bytes) and one addition. A
+GPU does hundreds of additions in the time of one such transfer, so memory bandwidth alone decides. So compare the
+kernel with a plain copy on the same machine in the same run: no kernel moves bytes faster than one that does nothing
+else. This simple kernel is as fast, so later rungs cannot gain anything on large vectors. Matrix products, from rung 3
+on, are different.
 
-The programming model: Tillet, Kung, Cox, "Triton: An Intermediate Language and Compiler for Tiled Neural Network
-Computations", MAPL 2019. Judging a kernel by the limit of its machine: Williams, Waterman, Patterson, "Roofline",
-CACM 2009.
+Further reading. The programming model: Tillet, Kung, Cox, "Triton: An Intermediate Language and Compiler for Tiled
+Neural Network Computations", MAPL 2019. The limits of a machine: Williams, Waterman, Patterson, "Roofline", CACM 2009.
 
 **What it gained, and why.** On an H100 the kernel moves 3.0 TB/s where the vector is long, and a plain copy moves as
 much. Nothing is left to gain: it does one addition for each 12 bytes.
 
 *Where it loses.* 2**20 elements are 12.6 MB, which take 4 µs at that rate. The kernel takes 10 µs, and so does the
-copy. The rest passes before the first bytes arrive and while the last programs end.
+copy: the first bytes take time to arrive, and the last programs take time to end.
 """
 
 from collections.abc import Callable, Sequence

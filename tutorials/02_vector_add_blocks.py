@@ -1,33 +1,33 @@
 """Rung 2: vector add with a block window.
 
-Rung 1 built 1024 addresses and 1024 mask bits by hand. Here the kernel says once what the tensor looks like (its base,
-shape and strides) and then asks for a *window* of it. Addresses and bounds become Triton's business.
+Rung 1 built 1024 addresses and 1024 mask bits by hand. Here the kernel describes the tensor once (its base, shape and
+strides) and then asks for a *window* of it. Triton computes addresses and bounds.
 
     tensor    |--------------------------------------------|
     window            |---------|
                       ^offset    shape of the block
 
-For a vector this saves a line. For matrices it saves the error-prone part of the kernel, and it tells the compiler
-that the addresses form a rectangle, which is what hardware for block copies needs to know (rung 8).
+For a vector this saves a line. For matrices it saves the error-prone part of the kernel. It also tells the compiler
+that the addresses form a rectangle, as hardware for block copies requires (rung 8).
 
 Triton has had two kinds of window:
 
 - *Block pointers*, `tl.make_block_ptr`: a pointer with a shape. The compiler turns them into ordinary addresses and
   masks, with 64-bit arithmetic. Triton 3.7 calls them deprecated, 3.9 no longer has them.
-- *Tensor descriptors*: the same idea as a value of its own. On NVIDIA GPUs since Hopper a descriptor is what the TMA
-  unit reads: it moves the block from memory to shared memory by itself. On other GPUs Triton turns it into addresses
-  and masks, slower ones than your own, since it then knows nothing of the strides. The hardware sets conditions: the
-  base and all strides but the last are multiples of 16 bytes, the last stride is one element.
+- *Tensor descriptors*: the same idea as an object. On NVIDIA GPUs since Hopper, the TMA unit reads the descriptor and
+  copies the block from memory to shared memory by itself. On other GPUs, Triton turns a descriptor into addresses and
+  masks. These are slower than your own, because Triton then knows nothing about the strides. The hardware has
+  conditions: the base and all strides but the last must be multiples of 16 bytes, and the last stride must be one
+  element.
 
 This rung has the kernel both ways and uses block pointers where this Triton knows them. Do not expect a gain over rung
-1: the memory was the limit already, and TMA's detour through shared memory pays only where a block is used more than
-once.
+1: memory was already the limit, and TMA's detour through shared memory pays only if a block is used more than once.
 
-The second lesson of this rung is what a call costs besides its kernel. `add(x, y)` makes its output, `add(x, y, out)`
-is given one. On the device the two take the same time, since PyTorch's allocator hands out memory that it kept from
-earlier calls; the difference is host time, some microseconds of Python and C++ before the kernel is even queued. On a
-small vector the host time is all that counts, so the benchmark measures it as well. A descriptor costs host time too:
-it is encoded anew at each launch.
+The second lesson of this rung is the cost of a call besides its kernel. `add(x, y)` allocates its output, and `add(x,
+y, out)` is given one. On the device, both take the same time, since PyTorch's allocator reuses memory from earlier
+calls. They differ in host time: some microseconds of Python and C++ before the kernel is queued. For a small vector,
+only host time counts, so the benchmark measures it, too. A descriptor also costs host time, because it is encoded at
+each launch.
 
 Block pointers: the documentation of `tl.make_block_ptr` up to Triton 3.7. The TMA unit: NVIDIA, "H100 Tensor Core GPU
 Architecture", 2022, and the CUDA driver API under "Tensor Map Object Management".
@@ -156,7 +156,7 @@ QUESTIONS = (
 def offsets(
     corner: tuple[int, int], block: tuple[int, int], shape: tuple[int, int]
 ) -> list[list[int | None]]:
-    """Exercise 1: the offsets of a window's elements in a contiguous matrix, row by row; None of those outside."""
+    """Exercise 1: the offsets of a window's elements in a contiguous matrix, row by row; None for those outside."""
     raise NotImplementedError("the element (i, j) of a matrix with C columns is at offset i * C + j")
 
 
@@ -178,7 +178,7 @@ def check_offsets(answer: Callable[..., list[list[int | None]]]) -> None:
 
 
 def takes(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, address: int) -> bool:
-    """Exercise 2: whether the TMA unit takes a tensor."""
+    """Exercise 2: whether the TMA unit can load a tensor."""
     raise NotImplementedError(
         "the address, all strides but the last, and the last one have conditions; see the text"
     )

@@ -1,7 +1,7 @@
 """Rung 3: matmul on a 2-D grid with block windows, B given as (N, K).
 
-out = a @ w.T, with a of (M, K) and w of (N, K), which is how `torch.nn.Linear` keeps its weight. Both have K as the
-dimension whose elements lie next to each other in memory.
+The product is out = a @ w.T. a is (M, K), and w is (N, K), as `torch.nn.Linear` stores its weight. In both, elements
+along K are adjacent in memory.
 
                       N
               +-----------------+
@@ -18,20 +18,20 @@ dimension whose elements lie next to each other in memory.
     |       | |     |     |     |
     +-------+ +-----------------+
 
-Why tiles? A product has 2·M·N·K operations on M·K + N·K inputs. Without reuse each operation would fetch its operands
-from memory, and the machine would be as slow as in rung 1. In a tile of BLOCK_M x BLOCK_N each element of a that is
-loaded is used BLOCK_N times and each element of w BLOCK_M times. With 128 x 128 and two-byte numbers that is 64
-operations a byte, enough that the caches can keep up with the tensor cores. Larger tiles reuse more, until the
-accumulator no longer fits the registers.
+Why tiles? A product has 2·M·N·K operations on M·K + N·K inputs. Without reuse, each operation would fetch its operands
+from memory, and the kernel would be as slow as in rung 1. In a tile of BLOCK_M x BLOCK_N, each loaded element of a is
+used BLOCK_N times, and each element of w BLOCK_M times. With 128 x 128 and numbers of two bytes, that is 64 operations
+per byte, enough for the caches to keep up with the tensor cores. Larger tiles reuse more, until the accumulator no
+longer fits into the registers.
 
-`tl.dot` is the tensor cores' instruction. It multiplies float16 blocks and sums in float32: a sum of thousands of
-float16 numbers in float16 would lose the small ones. The loop is *pipelined* by the compiler: `num_stages=3` means
-that while one block is multiplied the next ones are on their way from memory.
+`tl.dot` uses the tensor cores. It multiplies float16 blocks and sums in float32, because a float16 sum of thousands of
+numbers would lose the small ones. The compiler *pipelines* the loop: with `num_stages=3`, the next blocks are loaded
+while one block is multiplied.
 
-Windows without bounds checks keep this first product short, so M, N and K must be multiples of the block. The next rung
-gets rid of that. As in rung 2 there is one kernel with block pointers and one with descriptors for Triton versions that
-no longer have the former. (On Hopper the descriptor kernel uses the TMA unit, an advantage that on the other versions
-comes with rung 8, so there the ladder's figures for rungs 3 and 4 compare less directly.)
+To keep this first product short, windows are not checked against bounds, so M, N and K must be multiples of the block.
+The next rung removes this limit. As in rung 2, there is a kernel with block pointers, and one with descriptors for
+versions of Triton without block pointers. (On Hopper, descriptors use the TMA unit, which otherwise comes with rung 8.
+With these versions, the figures of rungs 3 and 4 are less comparable.)
 
 Blocking for each level of the memory: Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication",
 TOMS 2008. For GPUs: NVIDIA's CUTLASS.
@@ -41,13 +41,13 @@ compiler's pipeline alone. `benchmarks/ladder_code.py` prints what the compiler 
 pointers each thread copies eight times 16 bytes a step; with descriptors one thread asks the TMA unit for two blocks.
 The products are the same. So the difference at 4096, 245 µs against 227 µs, is the cost of copying by threads: 7 %.
 
-*Where it loses.* At 8192 the kernel with descriptors is the slower one: 2235 µs against 2058. Neither its instructions
-nor its bytes explain that, since both are the same for each tile as at 4096. On an H200, with a faster memory, it was
-the faster one there, too.
+*Where it loses.* At 8192, the kernel with descriptors is the slower one: 2235 µs against 2058. Its instructions and
+its bytes for each tile are the same as at 4096, so they do not explain this. On an H200, which has faster memory, it
+was the faster one at 8192, too.
 
-A tile of 128 x 128 is small for Hopper. Each warpgroup multiplies 64 x 128, and every number of w is used 128 times
-only. Rung 6 finds that twice the width gains more than anything before it. In return the small tile wins for small
-products: at 2048 there are 256 such tiles for 132 multiprocessors, but only 128 of the wide ones.
+A tile of 128 x 128 is small for Hopper. Each warpgroup multiplies 64 x 128, and each number of w is used only 128
+times. Rung 6 finds that twice the width gains more than any earlier change. For small products, the small tile is
+better: at 2048 there are 256 of them for 132 multiprocessors, but only 128 wide ones.
 """
 
 import warnings
@@ -189,7 +189,7 @@ QUESTIONS = (
 
 
 def intensity(M: int, N: int, K: int) -> float:
-    """Exercise 1: operations a byte of a product of float16 matrices, if each byte is read or written once."""
+    """Exercise 1: operations per byte of a product of float16 matrices, if each byte is read or written once."""
     raise NotImplementedError("2 * M * N * K operations, and two bytes for each number of a, w and out")
 
 
@@ -203,7 +203,7 @@ def check_intensity(answer: Callable[[int, int, int], float]) -> None:
 
 
 def tile_intensity(block_m: int, block_n: int) -> float:
-    """Exercise 2: operations of a tile for each byte that it loads, whatever K is."""
+    """Exercise 2: operations of a tile for each byte that it loads, for any K."""
     raise NotImplementedError("look at one column of a and one of w: block_m + block_n numbers of two bytes")
 
 

@@ -1,16 +1,16 @@
 """Rung 4: matmul of any strides and any sizes, with three masks.
 
-Rung 3 wanted contiguous matrices and sizes that are multiples of the block. This one takes whatever torch has.
+Rung 3 requires contiguous matrices, and sizes that are multiples of the block. This rung accepts every matrix of
+torch.
 
 **Strides.** The element (i, j) of a matrix lies at `base + i * stride_0 + j * stride_1`. A transposed matrix is the
-same memory with the two strides exchanged, every second column is a doubled stride, a row repeated by `expand` has a
-stride of 0. A kernel that takes both strides of each matrix computes all of them, without a copy. So from here on b
-is (K, N), as in `a @ b`, and a Linear's weight is passed as `w.T`.
+same memory with exchanged strides. Every second column is a doubled stride. A row repeated by `expand` has a stride of
+0. A kernel that takes both strides of each matrix handles all of them without a copy. From here on, b is (K, N), as in
+`a @ b`, and a Linear's weight is passed as `w.T`.
 
-How *fast* a layout is, is another matter. Where neighbouring elements of a block are neighbours in memory, a thread
-loads eight float16 numbers at once. Triton finds out by itself: it compiles a kernel anew for arguments that are 1 or
-multiples of 16, and derives from these how wide it may load. With an odd K, rows start at odd addresses, and each
-number is loaded alone.
+The speed depends on the layout. If adjacent elements of a block are adjacent in memory, a thread loads eight float16
+numbers at once. Triton detects this: it compiles a separate kernel for arguments that are 1 or multiples of 16, and
+derives the width of loads from them. With an odd K, rows start at odd addresses, and each number is loaded separately.
 
 **Masks.** Three dimensions can end within a block, so there are three masks:
 
@@ -22,26 +22,26 @@ number is loaded alone.
        +-----+--:                    Without mask 3 the result is wrong; without 1 and 2 the program reads
        :.....:..:                    and writes memory that belongs to somebody else.
 
-The first two do not change along the loop. Only the third is computed in each step.
+The first two masks do not change in the loop. Only the third is computed in each step.
 
-**Large matrices.** An offset of over 2**31 elements does not fit 32 bits. Computing all addresses in 64 bits would take
-twice the registers; here only the tile's corner is, once, and within the tile 32 bits do.
+**Large matrices.** An offset of over 2**31 elements does not fit 32 bits. All addresses in 64 bits would take twice
+the registers. Here only the tile's corner has 64 bits, and offsets within the tile have 32.
 
-What it costs: addresses and masks in the loop, and on Hopper the copies go through the threads' hands instead of
-through the TMA unit. On sizes that rung 3 supports this rung is no faster. What it gains is generality.
+The cost is addresses and masks in the loop. On Hopper, the threads make the copies, and not the TMA unit. For sizes
+that rung 3 supports, this rung is not faster. It gains generality.
 
-Strides and masks are the ones of any Triton or CUDA kernel; how BLAS libraries do the same for CPUs by packing:
-Van Zee and van de Geijn, "BLIS: A Framework for Rapidly Instantiating BLAS Functionality", TOMS 2015.
+Every Triton or CUDA kernel has such strides and masks. BLAS libraries for CPUs solve the same problem by packing: Van
+Zee and van de Geijn, "BLIS: A Framework for Rapidly Instantiating BLAS Functionality", TOMS 2015.
 
-**What it gained, and why.** It takes any matrix, and pays 5 to 10 % for it where rung 3 works, too.
+**What it gained, and why.** It accepts any matrix, and takes 5 to 10 % longer where rung 3 works, too.
 `benchmarks/ladder_code.py` shows why: the copies are the same, eight times 16 bytes. But a step has 102 other
 instructions in place of 66: the masks, and pointers of 64 bits that move on.
 
 *Where it loses.* At 4001x4099x4093 it takes more than four times as long as at 4096. K is odd, so rows begin at odd
-addresses. Each number is loaded alone: 64 loads of 2 bytes and 64 writes to shared memory in the place of eight
-copies. Loads pass through registers, all 255 of a thread, so nothing is on its way while the tensor cores work: shared
-memory holds one step, and each step waits for all of its products. cuBLAS is no better off. It takes five times as
-long as at 4096, and this kernel reaches 0.90 of it. *If you choose the sizes, choose multiples of 8.*
+addresses. Each number is loaded separately: 64 loads of 2 bytes and 64 writes to shared memory replace eight copies.
+The loads pass through registers, and a thread uses all 255. So nothing is loaded while the tensor cores work: shared
+memory holds a single step, and each step waits for all of its products. cuBLAS has the same problem. It takes five
+times as long as at 4096, and this kernel reaches 0.90 of its speed. *If you choose the sizes, choose multiples of 8.*
 """
 
 from collections.abc import Callable, Sequence
@@ -143,7 +143,7 @@ def width_answer() -> str:
 
 def waste_answer() -> str:
     tiles = triton.cdiv(4001, 128) * triton.cdiv(4099, 128)
-    return f"{tiles * 128 * 128 / (4001 * 4099) - 1:.1%}: masks cost little here. What costs is the width of the loads."
+    return f"{tiles * 128 * 128 / (4001 * 4099) - 1:.1%}: masks cost little here. The width of the loads costs more."
 
 
 QUESTIONS = (
@@ -151,17 +151,13 @@ QUESTIONS = (
         "b = arange(20).reshape(4, 5).T[:, ::2]: what are its strides, and which number is b[3, 1]?",
         offset_answer,
     ),
-    Question(
-        "How many bytes does a thread load at once where K is 4096, and where it is 4093?", width_answer
-    ),
-    Question(
-        "Which part of the work of 128 x 128 tiles lies outside of an output of 4001 x 4099?", waste_answer
-    ),
+    Question("How many bytes does a thread load at once if K is 4096, and if it is 4093?", width_answer),
+    Question("How much of the work of 128 x 128 tiles lies outside an output of 4001 x 4099?", waste_answer),
 )
 
 
 def offset(i: int, j: int, strides: tuple[int, int]) -> int:
-    """Exercise 1: where the element (i, j) lies, in elements from the base."""
+    """Exercise 1: the place of the element (i, j), in elements from the base."""
     raise NotImplementedError("one product for each dimension")
 
 
@@ -178,7 +174,7 @@ def check_offset(answer: Callable[[int, int, tuple[int, int]], int]) -> None:
 
 
 def load_bytes(row_stride: int, itemsize: int) -> int:
-    """Exercise 2: the bytes that a thread may load at once, of rows with adjacent elements: 16, 8, 4 or 2."""
+    """Exercise 2: the bytes that a thread can load at once from rows with adjacent elements: 16, 8, 4 or 2."""
     raise NotImplementedError("every row must begin at a multiple of it; the base begins at one of 16")
 
 

@@ -1,7 +1,7 @@
 """Rung 5: matmul on a 1-D grid, in grouped order.
 
-The GPU starts programs in the order of their numbers, and some hundred run at a time. Which tiles these are decides
-what the L2 cache must hold. Take an output of 8 x 8 tiles, of which 8 run at a time:
+The GPU starts programs in the order of their numbers, and a few hundred run at a time. Their tiles decide which data
+the L2 cache must hold. Consider an output of 8 x 8 tiles, of which 8 run at a time:
 
     row by row                groups of 4 rows, column by column
 
@@ -15,35 +15,35 @@ what the L2 cache must hold. Take an output of 8 x 8 tiles, of which 8 run at a 
     8 columns of b            2 columns of b
     9 in all                  6 in all
 
-The same work touches fewer blocks when the tiles in flight form something like a square. So the grid becomes a line of
-programs, and the kernel itself decides which tile a number means. `GROUP` tile rows form a group; a group is walked
-column by column, then comes the next group. When the number of tile rows is not a multiple of GROUP, the last group is
-narrower and its columns shorter: that is the `min` in the formula, and forgetting it visits some tiles twice and others
-never.
+The same work reads fewer blocks if the tiles in flight form roughly a square. So the grid becomes one-dimensional, and
+the kernel computes the tile from the program's number. `GROUP` rows of tiles form a group. The tiles of a group are
+taken column by column, then comes the next group. If the number of rows is not a multiple of GROUP, the last group has
+fewer rows, so its columns are shorter. The `min` in the formula handles this; without it, some tiles would be computed
+twice and others never.
 
-Triton has the formula in its library as `tl.swizzle2d`. This rung writes it out, shows by running both that they are
-the same, and multiplies with either.
+Triton's library has this formula as `tl.swizzle2d`. This rung writes it out, checks that both give the same order, and
+multiplies with either.
 
-A line also has no end at 65535 tile rows, as y had in rung 3 and 4.
+A one-dimensional grid also removes the limit of 65535 rows of tiles in rungs 3 and 4.
 
-What it gains depends on how much of the inputs L2 holds anyway. Where the operands of all tiles in flight fit, the
-order hardly matters; the larger the matrices and the smaller the cache, the more it does.
+The gain depends on the part of the inputs that L2 holds anyway. If the operands of all tiles in flight fit, the order
+hardly matters. It matters more with larger matrices and a smaller cache.
 
-The scheme is known as threadblock swizzling in CUTLASS and as grouped ordering or super-grouping in the Triton world.
+CUTLASS calls this order threadblock swizzling. In Triton's tutorials it is called grouped ordering or super-grouping.
 
-**What it gained, and why.** It depends on how many bytes the order saves, and on whether anybody waits for them.
-`gemmery order` simulates the cache. At 16384x16384x2048 groups of 8 read 1.1 GB from memory, and row by row 8.5 GB.
-That is more than the memory of an H100 brings in the 2.3 ms for which the tensor cores work. There the order gains:
-2619 µs row by row, and 2302 in groups of 16. At 8192x8192x8192 it saves as large a part, but row by row reads 4.4 GB,
-which take 1.5 ms of a product of 2.3 ms. As long as the tensor cores take longer, the time of the memory is hidden.
-There the order changes nothing: groups of any height are within 4 % of each other.
+**What it gained, and why.** The order saves bytes. It saves time only if the kernel waits for these bytes. `gemmery
+order` simulates the cache. At 16384x16384x2048, groups of 8 read 1.1 GB from memory, and row-by-row order reads 8.5
+GB. This is more than the memory of an H100 delivers in the 2.3 ms for which the tensor cores work, so the order gains
+time: 2619 µs row by row, 2302 µs in groups of 16. At 8192x8192x8192, row-by-row order reads 4.4 GB, three times as
+much as groups of 8, but that takes only 1.5 ms of a product of 2.3 ms. The tensor cores take longer and hide the time
+of the memory. All group heights are within 4 % of each other.
 
-*Where it loses.* At 4096 the kernel takes 6 % longer than rung 4. L2 nearly holds both operands, so there is nothing
-to gain, and each program computes its tile's place first.
+*Where it loses.* At 4096, the kernel takes 6 % longer than rung 4. L2 nearly holds both operands, so there is nothing
+to gain, but each program first has to compute the place of its tile.
 
-At 4001x4099x4093 it takes 1.6 times as long as rung 4. The order is not to blame, because rung 6 has the same one. The
-code is. Rung 4 just fits into the 255 registers that a thread can have. The tile's place takes a few more, and the
-compiler spills 64 bytes: each step loads 15 registers back from local memory before it can compute its addresses.
+At 4001x4099x4093 it takes 1.6 times as long as rung 4. The cause is not the order, which rung 6 shares, but the code.
+Rung 4 just fits into the 255 registers that a thread can have. The tile's place takes a few more, and the compiler
+spills 64 bytes: each step reloads 15 registers from local memory before it can compute its addresses.
 `benchmarks/ladder_code.py` shows it as `LDL`, which reads local memory. Rung 6 fixes it with one line.
 """
 
@@ -216,11 +216,11 @@ def cache_answer() -> str:
 QUESTIONS = (
     Question("7 x 6 tiles in groups of 3: where does tile 13 lie?", place_answer),
     Question(
-        "64 x 64 tiles, of which 132 run at a time: what do the first ones read, row by row, and in groups of 11?",
+        "64 x 64 tiles, 132 of them at a time: which blocks do the first ones read, row by row, and in groups of 11?",
         touched_answer,
     ),
     Question(
-        "An H100 has 50 MB of L2. At 4096x4096x4096 and at 8192x8192x8192, can the order gain much?",
+        "An H100 has 50 MB of L2. At 4096x4096x4096 and at 8192x8192x8192, can the order gain much time?",
         cache_answer,
     ),
 )
@@ -248,7 +248,7 @@ def check_place_of(answer: Callable[[int, int, int, int], tuple[int, int]]) -> N
 
 
 def best_group(in_flight: int) -> int:
-    """Exercise 2: the group with which so many tiles in flight, all of one full group, read the fewest blocks."""
+    """Exercise 2: the group height for which this number of tiles, all in one full group, reads the fewest blocks."""
     raise NotImplementedError("a group of g rows has in_flight / g columns: find the least sum of both")
 
 

@@ -1,31 +1,32 @@
 """Rung 6: matmul with autotuned configs.
 
-Rung 5 has a tile of 128 x 128 x 64, 8 warps and 3 stages because somebody wrote that down. What is best depends on the
+In rung 5, the tile of 128 x 128 x 64, the 8 warps and the 3 stages were chosen by hand. The best choice depends on the
 GPU and on the problem:
 
-- *Tile*. A larger one loads less per operation. But the accumulator lives in registers (128 x 256 float32 numbers are
-  128 registers of each of 256 threads), and a small problem has too few large tiles to keep all processors busy.
-- *Warps*. They share the tile. Too few and a thread has too many registers to hold; too many and each has little to do.
-- *Stages*. Blocks on their way at a time. More of them hide more latency and take more shared memory:
+- *Tile*. A larger one loads less per operation. But the accumulator is in registers (128 x 256 float32 numbers are 128
+  registers in each of 256 threads), and a small problem has too few large tiles to keep all processors busy.
+- *Warps*. They share the tile. With too few, a thread needs too many registers. With too many, each one has little to
+  do.
+- *Stages*. The number of blocks that are loaded at a time. More stages hide more latency and take more shared memory:
   stages x (BLOCK_M + BLOCK_N) x BLOCK_K x 2 bytes.
 - *Group*. The shape of the tiles in flight, as in rung 5.
 
-These choices interact, and nobody predicts them well. So measure: `triton.autotune` compiles the kernel for each
-config, times all of them at the first call with a new *key*, and remembers the winner for this key until the process
+These choices interact and are hard to predict. So measure them: `triton.autotune` compiles the kernel for each config,
+times all of them in the first call with a new *key*, and remembers the fastest one for this key until the process
 ends.
 
         config:   128x256   256x128   128x128   128x64 ...
         first call with M, N, K:  time, time, time, time ... -> winner
         later calls with the same M, N, K: winner, at once
 
-The key must hold what the choice depends on: here the sizes, and the strides, since they decide how wide loads are.
-A key that is too fine tunes all the time (in a model with changing sequence lengths each new length is a new M), a key
-that is too coarse keeps a bad choice. And the first call takes seconds. Both are why a library brings tables and a
-model of the machine instead; for learning what the machine likes, tuning is the right tool.
+The key must contain everything on which the choice depends: here the sizes, and the strides, which decide the width of
+loads. A key that is too fine tunes all the time: in a model with changing sequence lengths, each new length is a new
+M. A key that is too coarse keeps a bad choice. And the first call takes seconds. For these reasons, a library has
+tables and a model of the machine instead. To learn about the machine, tuning is the right tool.
 
-A config that needs more shared memory than the GPU has is no error: the tuner counts it as infinitely slow.
+A config that needs more shared memory than the GPU has is not an error. The tuner treats it as infinitely slow.
 
-There is nothing to measure in the interpreter, so there a fixed config is used.
+In the interpreter, there is nothing to measure, so a fixed config is used.
 
 Tuning by measurement: Whaley and Dongarra, "Automatically Tuned Linear Algebra Software", SC 1998.
 
@@ -33,14 +34,14 @@ Tuning by measurement: Whaley and Dongarra, "Automatically Tuned Linear Algebra 
 1.13 times as fast as rung 5. For twice the products, a step has 12 copies in place of 8 and hardly more other
 instructions.
 
-One line of the kernel is worth more than the list of configs: `tl.assume(K > 0)`. Without it the wide tile takes 276
-µs, and is no faster than rung 5. With it, it takes 236. The compiler can then leave a step's four products under way
-while the next step begins: one wait, `WARPGROUP.DEPBAR gsb0 0x1`. Without the assumption it waits for each product
-before it issues the next one, four times `gsb0 0x0`. The same line helps at odd sizes: one register is reloaded in a
-step, not 15, and the rung is 1.5 times as fast as rung 5.
+One line of the kernel is worth more than the list of configs: `tl.assume(K > 0)`. Without it, the wide tile takes 276
+µs and is no faster than rung 5. With it, the tile takes 236 µs. The compiler then leaves the four products of a step
+under way while the next step begins, with one wait, `WARPGROUP.DEPBAR gsb0 0x1`. Without the assumption it waits for
+each product before it issues the next one, with four waits, `gsb0 0x0`. The line also helps at odd sizes: each step
+reloads one register instead of 15, and the rung is 1.5 times as fast as rung 5.
 
-*Where it loses.* It reaches 0.81 to 0.82 of cuBLAS, and no config of the list reaches more. A tuner does not find what
-is not in its list: the next rungs change the kernel. Nor does it see small differences, since it measures each config
+*Where it loses.* It reaches 0.81 to 0.82 of cuBLAS, and no config of the list reaches more. A tuner only finds configs
+in its list; the next rungs change the kernel. It also cannot see small differences, since it measures each config
 once, for a tenth of a second. It takes four stages at 4096 and three at 8192. Measured side by side at 4096, they take
 236 and 240 µs, 2 % apart.
 """
@@ -180,7 +181,10 @@ QUESTIONS = (
     Question(
         "How many registers of a thread does its accumulator take, with 8 warps and with 4?", register_answer
     ),
-    Question("A model runs with 100 different M. How long do their first calls tune?", stall_answer),
+    Question(
+        "A model runs with 100 different values of M. How long does tuning take in their first calls?",
+        stall_answer,
+    ),
 )
 
 

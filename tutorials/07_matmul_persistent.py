@@ -1,27 +1,25 @@
 """Rung 7: persistent matmul, a loop over tiles in NUM_SMS programs.
 
-So far each tile had a program of its own. A program has a beginning, in which it computes addresses and waits for its
-first blocks with the tensor cores idle, and an end, in which it converts and stores. Starting the next program costs
-some time again. And programs start in waves: 512 tiles on 132 processors are three full waves and a fourth that is
-mostly full.
+So far, each tile had its own program. At its beginning, a program computes addresses and waits for its first blocks,
+while the tensor cores are idle. At its end, it converts and stores the tile. The start of the next program takes time,
+too. And programs run in waves: 512 tiles on 132 processors are three full waves and a fourth that is mostly full.
 
-A *persistent* kernel starts as many programs as the GPU has processors (SMs), and each takes tile after tile:
+A *persistent* kernel starts as many programs as the GPU has processors (SMs), and each of them computes several tiles:
 
     one program a tile                     persistent
 
     SM 0  |start|K loop|end| |start|...    SM 0  |start| K loop of tile 0 |end| K loop of tile 132 |end| ...
     SM 1  |start|K loop|end| |start|...    SM 1  |start| K loop of tile 1 |end| K loop of tile 133 |end| ...
 
-The tiles that run at the same time are the same as before, so the grouped order keeps its point.
+The same tiles run at the same time as before, so the grouped order is as useful.
 
-With `flatten=True` in `tl.range` the compiler makes one loop out of the loop over tiles and the loop over K. Then there
-is no end of a K loop at which the pipeline runs empty: while the last blocks of a tile are multiplied, the first
-ones of the next are already being loaded.
+With `flatten=True` in `tl.range`, the compiler merges the loop over tiles and the loop over K into one. The pipeline
+then does not run empty at the end of a tile: while its last blocks are multiplied, the first blocks of the next tile
+are already being loaded.
 
-It does not gain with every tile. A flattened step also decides whether a new tile begins, all that the addresses are
-made of stays in registers for the next tile (255 a thread is all there are), and several programs on one SM, which used
-to hide each other's beginning and end, are now one. So whether the loop is flattened is one of the choices that the
-tuner measures.
+This does not help with every tile. A flattened step also has to test whether a new tile begins. All parts of the
+addresses stay in registers for the next tile, and a thread has only 255. And several programs on an SM, which would
+hide each other's beginning and end, are now one. So the tuner measures both ways.
 
 Persistent threads: Gupta, Stuart, Owens, "A Study of Persistent Threads Style GPU Programming for GPGPU Workloads",
 InPar 2012. What else can be done about the last wave: Osama et al., "Stream-K", PPoPP 2023.
@@ -34,14 +32,14 @@ InPar 2012. What else can be done about the last wave: Osama et al., "Stream-K",
     persistent, two loops         270 µs
     persistent, flattened         198 µs        torch: 194 µs
 
-With this tile, one program fills an SM, so the tensor cores have nothing to do while it begins and ends. Persistent
-programs alone change nothing about that, and they keep the addresses of both loops in registers: all 255. Flattened,
-the copies of the next tile begin while the last ones of this tile are multiplied.
+With this tile, one program fills an SM, so the tensor cores are idle while it begins and ends. Persistent programs
+alone do not change this, and they keep the addresses of both loops in registers: all 255. Flattened, the copies of the
+next tile begin while the last ones of this tile are multiplied.
 
 *Where it loses.* With a tile of 128 x 128, two programs fit on an SM and hide each other's beginning and end. So
 flattening gains 3 % there, from 274 µs in rung 6 to 266. At 4001x4099x4093 the rung takes 1.1 times as long as rung 6:
-nothing is copied ahead there, so there is nothing to flatten, and even a tile of 128 x 128 spills 904 bytes. And at
-3072 there are 288 tiles of 128 x 256. They are 2.2 waves and take the time of 3: 0.74 of cuBLAS. Rung 10 solves that.
+there, nothing is copied ahead, so flattening cannot help, and even a tile of 128 x 128 spills 904 bytes. At 3072 there
+are 288 tiles of 128 x 256. They are 2.2 waves, but take the time of 3: 0.74 of cuBLAS. Rung 10 solves this.
 """
 
 import functools
@@ -208,7 +206,7 @@ def check_tiles_of(answer: Callable[[int, int, int], list[int]]) -> None:
 
 
 def busy(tiles: int, programs: int) -> float:
-    """Exercise 2: the part of the programs' time in which they compute tiles, if all tiles take as long."""
+    """Exercise 2: the part of the programs' time in which they compute tiles, if all tiles take the same time."""
     raise NotImplementedError("the time is that of the program with the most tiles")
 
 

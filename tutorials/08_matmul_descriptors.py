@@ -1,51 +1,50 @@
 """Rung 8: persistent matmul with tensor descriptors.
 
-On Hopper and later GPUs a block need not be fetched by the threads. One of them hands a *tensor descriptor* and a
-corner to the TMA unit ("bring the block at (row, k)"), and the unit computes addresses, checks bounds, fetches, and
-puts the block into shared memory in the very arrangement that the tensor cores read. It reports at a barrier when
-done. The masks of rung 4 are gone, the addresses of rung 7 are gone, and so are the registers that held both.
+On Hopper and later GPUs, the threads need not load blocks. One thread gives a *tensor descriptor* and a corner to the
+TMA unit ("load the block at (row, k)"). The unit computes addresses, checks bounds, and copies the block to shared
+memory, in the layout that the tensor cores read. When it is done, it signals a barrier. The masks of rung 4 and the
+addresses of rung 7 are gone, and so are the registers that held them.
 
     rung 7    256 threads: address, mask, copy |  of each 16 bytes, beside the multiplication
     rung 8    1 thread:    "block (row, k)"    |  and 256 threads only multiply
 
-Outside of the tensor a descriptor's load gives 0 and its store drops the element, so sizes need not divide by the
-tile. In exchange the hardware wants: the last dimension contiguous, the base and all other strides multiples of 16
-bytes (8 float16 numbers), no empty dimension. Everything else stays with rung 7.
+Outside the tensor, a descriptor's load returns 0 and its store drops the element, so sizes need not be multiples of
+the tile. But the hardware has conditions: the last dimension is contiguous, the base and all other strides are
+multiples of 16 bytes (8 float16 numbers), and no dimension is empty. All other matrices need rung 7.
 
-The descriptors here are made on the host (`TensorDescriptor`) and travel as kernel arguments. That costs some
-microseconds of host time a launch, but nothing on the device; a kernel can also make them itself
-(`tl.make_tensor_descriptor`), which needs device memory for them.
+The descriptors here are made on the host (`TensorDescriptor`) and passed as kernel arguments. This costs some
+microseconds of host time per launch, but nothing on the device. A kernel can also make them itself
+(`tl.make_tensor_descriptor`), which needs device memory.
 
-With the loads out of the way, shared memory decides how deep the pipeline can be:
+Now shared memory limits the depth of the pipeline:
 
     4 stages x (128 x 64 of a + 256 x 64 of w) x 2 bytes    196608
     the tile on its way out, 128 x 256 x 2 bytes             65536     together over the 232448 of an H100
     half the tile, 128 x 128 x 2 bytes                       32768     together 229376: fits
 
-The store goes through shared memory as well. Storing the tile as two halves, left and right, costs half the space, and
-that buys the fourth stage. `reshape`, `permute` and `split` take the accumulator apart without moving a number from one
-thread to another, since each thread holds numbers of both halves.
+The store goes through shared memory as well. If the tile is stored as two halves, left and right, it takes half the
+space, which leaves room for the fourth stage. `reshape`, `permute` and `split` split the accumulator without moving a
+number to another thread, since each thread holds numbers of both halves.
 
-GPUs with less shared memory take a smaller tile and fewer stages, the first of the list below that fits. Where there
-is no TMA unit, on an A100 for example, Triton turns descriptors into addresses and masks. The result is right, but the
-strides are then numbers that nothing is known of, so each float16 number is loaded alone and nothing is copied in
-advance (look for `cp.async` in the PTX: there is none). On such a GPU rung 7 is the faster one.
+GPUs with less shared memory use a smaller tile and fewer stages: the first config of the list below that fits. On a
+GPU without a TMA unit, such as an A100, Triton turns descriptors into addresses and masks. The result is correct, but
+the compiler knows nothing about the strides. So each float16 number is loaded separately and nothing is copied ahead
+(the PTX has no `cp.async`). On such a GPU, rung 7 is faster.
 
 TMA: NVIDIA, "H100 Tensor Core GPU Architecture", 2022. Persistent kernels on it: CUTLASS 3, DeepGEMM.
 
 **What it gained, and why.** It is 2 to 3 % faster than rung 7 at 4096 and 8192, and as fast as cuBLAS: the tensor
-cores are the limit. It also gains room: 156 registers in place of 255, and in a step two requests to the TMA unit and
-101 other instructions in place of 12 copies and 193. Rung 9 needs this room for its epilogue.
+cores are the limit. It also takes less: 156 registers instead of 255. A step has two requests to the TMA unit and 101
+other instructions, instead of 12 copies and 193. Rung 9 needs this room for its epilogue.
 
-At 4001x4104x4088 it is four times as fast as rung 7. Rows are multiples of 16 bytes there, and the TMA unit wants no
-more. A kernel with pointers is compiled for strides that are multiples of 16 *numbers*, or for any. Here they are
-multiples of 8, so rung 7 loads each number alone.
+At 4001x4104x4088 it is four times as fast as rung 7. There, rows are multiples of 16 bytes, which is enough for the
+TMA unit. A kernel with pointers is compiled for strides that are multiples of 16 *numbers*, or for any strides. Here
+they are multiples of 8 numbers, so rung 7 loads each number separately.
 
-*Where it loses.* It has one tile, 128 x 256. At 1024 these are 32 tiles for 132 multiprocessors: 0.57 of cuBLAS. At
-4001x4104x4088 there are 544, 4.1 waves, which take the time of 5. That alone leaves 0.84 of cuBLAS, as the same
-product with K = 4096 shows. But a row has 8176 bytes there, so most of the pieces of 128 bytes that the TMA unit
-fetches lie in two cache lines. Together that leaves 0.71. Rung 10 counts what such rows cost, and how cuBLAS avoids
-it.
+*Where it loses.* It has one tile, 128 x 256. At 1024 there are 32 tiles for 132 multiprocessors: 0.57 of cuBLAS. At
+4001x4104x4088 there are 544 tiles. They are 4.1 waves, but take the time of 5. This alone leaves 0.84 of cuBLAS, as
+the product with K = 4096 shows. In addition, a row has 8176 bytes, so most of the 128-byte pieces that the TMA unit
+loads lie in two cache lines. Together this leaves 0.71. Rung 10 shows the cost of such rows, and how cuBLAS avoids it.
 """
 
 import functools
@@ -201,7 +200,7 @@ QUESTIONS = (
 
 
 def stages(block_m: int, block_n: int, block_k: int, stored: int) -> int:
-    """Exercise 1: the stages that fit into 232448 bytes, if `stored` columns of the tile are stored at a time."""
+    """Exercise 1: how many stages fit into 232448 bytes, if `stored` columns of the tile are stored at a time."""
     raise NotImplementedError(
         "take off the stored part and 256 bytes for the barriers, then divide by a stage"
     )

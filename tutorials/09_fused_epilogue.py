@@ -1,7 +1,7 @@
 """Rung 9: a fused epilogue.
 
-A product is seldom alone. A Linear layer adds a bias, and an activation follows: out = gelu(a @ w.T + bias). As
-separate kernels, the product is written to memory, read again, worked on and written again:
+A product rarely comes alone. A Linear layer adds a bias, and an activation follows: out = gelu(a @ w.T + bias). With
+separate kernels, the product is written to memory and read again, twice:
 
     separate    product -> out        out + bias -> out         gelu(out) -> out
                 write MN              read MN, write MN         read MN, write MN
@@ -9,39 +9,40 @@ separate kernels, the product is written to memory, read again, worked on and wr
     fused       product, bias, gelu in registers -> out
                 write MN
 
-For 4096 x 14336 in float16 each pass over the output is 117 MB, at 3 TB/s some 40 µs for a read or a write. The
-arithmetic is free only in part: while threads compute the gelu they start no multiplication, and how much of it hides
-behind the loads of the next tile is what the benchmark's last line shows, next to the bare product of rung 8.
+For 4096 x 14336 in float16, each pass over the output is 117 MB, which takes some 40 µs at 3 TB/s. The arithmetic is
+only partly hidden: while threads compute the gelu, they start no products, but the loads of the next tile continue.
+The last lines of the benchmark compare it with the bare product of rung 8.
 
-Fused is also more accurate: bias and gelu see the float32 accumulator, instead of a product that was rounded to
-float16 on the way.
+The fused kernel is also more accurate: bias and gelu see the float32 accumulator, and not a product that was rounded
+to float16.
 
-The kernel is that of rung 8 with two arguments more. `EPILOGUE` is a jitted function, passed as a constant: the
-compiler puts its code into the kernel's, and a new epilogue is a new function of a few lines, not a new kernel. It
-works on half a tile at a time, after the split, so that only half of the results exist at once.
+The kernel is that of rung 8 with two more arguments. `EPILOGUE` is a jitted function, passed as a constant. The
+compiler inlines it into the kernel, so a new epilogue is a function of a few lines and not a new kernel. It runs on
+half a tile at a time, after the split, so that only half of the results exist at once.
 
     gelu(x) = x / 2 · (1 + erf(x / √2))
 
-In gemmery that function need not be written: an epilogue is a function in torch, from which the code in the kernel is
-made, and that of its gradient. The same fusion, on the same matrices:
+In gemmery, you do not write this function in Triton. An epilogue is a torch function, and gemmery generates the
+kernel's code and the gradient from it. The same fusion, with the same matrices:
 
     import gemmery
     out = gemmery.matmul(a, w.T, epilogue=lambda acc, bias: F.gelu(acc + bias), args=(bias,))
 
-docs/epilogues.md goes on from here: residuals, gates, several results, sums of rows.
+docs/epilogues.md has more: residuals, gates, several results, sums of rows.
 
 Epilogues as composable functions: Chen et al., "EVT: Accelerating Deep Learning Training with Epilogue Visitor Tree",
 ASPLOS 2024, and CUTLASS. GELU: Hendrycks and Gimpel, 2016.
 
 **What it gained, and why.** It is 1.06 times as fast as torch's addmm and gelu at 4096x4096x4096, and 1.08 times at
 4096x14336x4096. The polynomial makes the difference. With `tl.erf`, 68 instructions for each number of the output in
-place of 20, the rung loses: 0.93 and 0.99. The fused kernel takes at most 9 % longer than rung 8 takes for the product
+place of 20, the rung loses: 0.93 and 0.99. The fused kernel takes at most 9 % longer than rung 8 for the product
 alone.
 
-*Where it loses.* torch fuses the bias as well, in addmm, and its gelu is another pass over an output that partly lies
-in L2. So there is less to gain than the picture of passes says: a factor of 1.08 to 1.13 from the product alone to all
-three steps. At 4001x4104x4088 the product is slow already, as in rung 8, and the epilogue does not make up for it:
-0.79. In all of them the epilogue runs while no tensor core does anything. Rung 10 runs it beside the products.
+*Where it loses.* torch also fuses the bias, in addmm, and its gelu is a pass over an output that is partly in L2. So
+there is less to gain than the count of passes suggests: torch takes 1.08 to 1.13 times as long for all three steps as
+for the product alone. At 4001x4104x4088 the product itself is slow, as in rung 8, and the fused epilogue does not make
+up for it: 0.79. In all of these kernels, the tensor cores are idle during the epilogue. Rung 10 runs it beside the
+products.
 """
 
 from collections.abc import Callable, Sequence
@@ -208,7 +209,7 @@ def arithmetic_answer() -> str:
         f"{name}: {elements * count / 128 / clock * 1e6:.0f} us"
         for name, count in (("erf", 68), ("polynomial", 20))
     )
-    return f"{', '.join(found)}, as far as nothing hides it. That is the price of an epilogue in this kernel."
+    return f"{', '.join(found)}, if nothing hides it. That is the cost of the epilogue in this kernel."
 
 
 def depth_answer() -> str:
@@ -221,11 +222,11 @@ def depth_answer() -> str:
 
 QUESTIONS = (
     Question(
-        "4096 x 14336: how many bytes go to and from memory behind the product, apart or fused?",
+        "4096 x 14336: how many bytes go to and from memory after the product, with separate kernels and fused?",
         traffic_answer,
     ),
     Question(
-        "tl.erf takes 68 instructions a number, the polynomial 20; a multiprocessor does 128 a clock. How long is it?",
+        "tl.erf takes 68 instructions, the polynomial 20. How long is that, with 128 per clock and multiprocessor?",
         arithmetic_answer,
     ),
     Question("From which K on does the cheaper gelu cost less than 5 % of the product?", depth_answer),

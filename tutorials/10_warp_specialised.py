@@ -1,9 +1,9 @@
 """Rung 10: a warp-specialised kernel, in which one warp loads and the others multiply.
 
-In rung 8 every warp does everything: it asks for the next blocks, waits for the present ones, multiplies, and at the
+In rung 8, every warp does everything: it requests the next blocks, waits for the current ones, multiplies, and at the
 end of a tile converts and stores. The compiler interleaves these as well as it can, but all warps store at the same
-time, and the tensor cores have nothing to do meanwhile. Here each warp has one role for the whole launch, and warps
-meet only at barriers in shared memory.
+time, and the tensor cores are idle meanwhile. Here, each warp has one role for the whole launch, and warps meet only
+at barriers in shared memory.
 
     producer     one warp          asks the TMA unit for blocks of a and w, as far ahead as the ring has room
     consumers    2 warpgroups      multiply what is there, and store tiles; a warpgroup is four warps
@@ -14,16 +14,16 @@ meet only at barriers in shared memory.
     producer     wait free[s] -> ask for the blocks of step i -> next s          (the TMA unit arrives at full[s])
     consumer     wait full[s] -> multiply                     -> arrive at free[s] -> next s
 
-An `mbarrier` counts arrivals. When all have come, its phase ends and it counts again. A wait names the parity of a
-phase. Step i takes stage i % STAGES, which was taken i // STAGES times before, so the consumer waits for phase
-i // STAGES of `full`, which has parity i // STAGES % 2. The producer waits for the phase of `free` before that. Before
-the first phase there is none, and a wait for the other parity returns at once: the ring begins empty. The producer does
-not stop where a tile ends. It runs ahead into the next one, so the pipeline never runs empty between tiles.
+An `mbarrier` counts arrivals. After the last arrival its phase ends, and it counts again. A wait names the parity of a
+phase. Step i uses stage i % STAGES, which was used i // STAGES times before. So the consumer waits for phase i //
+STAGES of `full`, which has parity i // STAGES % 2. The producer waits for the previous phase of `free`. Before the
+first phase, a wait for the other parity returns at once: the ring is empty at first. The producer does not stop at the
+end of a tile. It runs ahead into the next one, so the pipeline never runs empty between tiles.
 
-**Taking turns.** With TURNS each consumer has whole tiles. While one multiplies, the other one stores its tile and then
-waits for its turn. CUTLASS calls this ping-pong. Without TURNS, both share each tile, half of its rows each. A tile may
-be wider then, because its accumulator is spread over twice as many registers, and wide tiles read less. But nothing is
-multiplied while the tile is stored.
+**Taking turns.** With TURNS each consumer has whole tiles. While one multiplies, the other stores its tile and then
+waits for its turn. CUTLASS calls this ping-pong. Without TURNS, they share each tile, with half of its rows each. The
+tile can then be wider, because its accumulator is spread over twice as many registers, and wide tiles read less. But
+nothing is multiplied while the tile is stored.
 
     turns     group 0   multiply tile 0 | store 0         | multiply tile 2 | store 2
               group 1                   | multiply tile 1 | store 1         | multiply tile 3
@@ -31,26 +31,26 @@ multiplied while the tile is stored.
 
 **Any width.** The tensor cores of Hopper multiply 64 rows of a by n rows of w, for every n that is a multiple of 8, up
 to 256 (`wgmma` of PTX). A tensor of Triton has a power of two of elements, so `tl.dot` offers only n = 8, 16 ... 256.
-Rung 8 loses for that reason where its tiles fill the last wave badly. An H100 has 132 multiprocessors. A product of
+For that reason, rung 8 loses if its tiles fill the last wave badly. An H100 has 132 multiprocessors. A product of
 1500x5760x2880 has 276 tiles of 128 x 256, which are 2.09 waves and take the time of 3. With 128 x 176 there are 396
-tiles, which are 3.00 waves of 0.69 of the width. cuBLAS takes this tile, too. Here the instruction is inline assembly.
-An accumulator is a tuple of tensors of 64 x 8. A thread has four numbers of each, in the order in which the instruction
-wants its registers.
+tiles: exactly 3.00 waves, of 0.69 of the width. cuBLAS uses this tile, too. Here the instruction is inline assembly.
+An accumulator is a tuple of tensors of 64 x 8. A thread has four numbers of each, in the order in which the
+instruction wants its registers.
 
-Gluon, the language below Triton's, has explicit warp roles, barriers and layouts. `gl.warp_specialize` starts each role
-in its own warps and with its own number of registers: 232 a thread for a consumer, 40 for the producer.
+Gluon, the language below Triton's, has explicit warp roles, barriers and layouts. `gl.warp_specialize` starts each
+role in its own warps and with its own number of registers per thread: 232 for a consumer, 40 for the producer.
 
-**An epilogue** comes at no cost with TURNS, as long as it takes no more time than the other group's products: bias and
-gelu of rung 9 run on one group's registers while the tensor cores work for the other one.
+**An epilogue** costs nothing with TURNS, as long as it takes no longer than the other group's products: one group
+computes the bias and gelu of rung 9 while the tensor cores work for the other.
 
-**What the machine code shows.** `gemmery inspect` and the tests of this rung look at it: no spills; one wait for the
-tensor cores in each K loop, which leaves the newest step under way; and the ring at the first byte of shared memory,
-which the assembly takes for granted, since Gluon does not tell a block's address.
+**What the machine code shows.** `gemmery inspect` and the tests of this rung examine it. There are no spills. Each K
+loop has one wait for the tensor cores, which leaves the newest step under way. The ring begins at the first byte of
+shared memory; the assembly relies on this, since Gluon does not give a block's address.
 
-Only Hopper GPUs run this kernel. Elsewhere the rung runs its protocol in Python: the producer, the consumers and the
-copies are interleaved at random, and a stage or a slot that is overwritten or read too early makes the result wrong.
+Only Hopper GPUs run this kernel. On other machines, the rung runs its protocol in Python: the producer, the consumers
+and the copies are interleaved at random. If a stage or a slot is overwritten or read too early, the result is wrong.
 
-gemmery's own kernel of this kind, `src/gemmery/kernels/any_width.py`, adds what a library needs: other layouts,
+gemmery's own kernel of this kind, `src/gemmery/kernels/any_width.py`, adds the features of a library: other layouts,
 batches, groups, packed and sparse weights, epilogues, tiles cut along K, and first loads that are issued before the
 roles begin.
 
@@ -60,44 +60,45 @@ NVIDIA, CUTLASS 3. The instructions: NVIDIA, "PTX ISA", wgmma and mbarrier.
 **What it gained, and why.** It is as fast as the library's kernel: 1.00, 1.01 and 1.00 times its speed at
 4096x4096x4096, 8192x8192x8192 and 1500x5760x2880, and 0.99, 0.98 and 1.00 of cuBLAS. Rung 8 is as fast at 4096 and
 8192, but not at other sizes: this kernel reaches 0.95 of cuBLAS at 3072 and rung 8 reaches 0.76, and at 1024 they
-reach 0.98 and 0.57. No tile is the best one everywhere. A product of 1500x5760x2880 wants 176 columns, which fill
-three waves: the tile of 256 is 1.37 times as slow there, and at 2048 the tile of 176 is 1.3 times as slow as those of
-128 and 256.
+reach 0.98 and 0.57. No tile is best everywhere. For 1500x5760x2880, 176 columns fill three waves, and the tile of 256
+takes 1.37 times as long. At 2048, the tile of 176 takes 1.3 times as long as those of 128 and 256.
 
-Of the tiles for one product, waves decide first. Then the loads of a stage decide: L2 gives a multiprocessor a limited
-number of bytes a clock, and narrow tiles need more of them for their products. A step of 112 columns takes no less
-time than one of 128. A stage has whole boxes of 64 rows of w, so 208 columns load as much as 256. The library asks for
-just as many rows as the tile has. `Tile.clocks` has these two rules, with 60 bytes a clock, and finds a tile within 1
-% of the best one measured, for every product of the table.
+Between the tiles for a product, the number of waves decides first. Then the loads of a stage decide: L2 delivers a
+limited number of bytes per clock to a multiprocessor, and narrow tiles need more of them for their products. A step of
+112 columns takes no less time than one of 128. A stage has whole boxes of 64 rows of w, so 208 columns load as much as
+256. The library loads exactly the rows of the tile. `Tile.clocks` has these two rules, with 60 bytes per clock. For
+every product of the table, it finds a tile within 1 % of the best one measured.
 
-Taking turns pays with an epilogue. At 4096x14336x4096, bias and gelu in turns take 744 µs with 176 columns, no more
-than the bare product. Shared, with 256 columns, they take 774. torch takes 818 µs for addmm and gelu. Products as
-large as these make the GPU lower its clock, so times of that table are good to 6 %.
+Taking turns hides an epilogue. At 4096x14336x4096, the product with bias and gelu in turns takes 744 µs with 176
+columns, no more than the bare product. Shared, with 256 columns, it takes 774. torch takes 818 µs for addmm and gelu.
+At 4096x4096x4096 the wider tile makes up for this: 213 µs in turns, 210 shared. These times are in the table of rung
+9. Products this large make the GPU lower its clock, so they vary by 6 %.
 
 *Where it loses.* Rows of a and w should begin at multiples of 128 bytes. At 4001x4104x4088 a row has 8176 bytes. Then
 most pieces of 128 bytes that the TMA unit fetches lie in two cache lines, and the kernel drops to 0.68 of cuBLAS and
-to 0.82 of gemmery's. The last table shows how far the loads are the limit, at 4096x4096x4088. Divide the bytes that a
-multiprocessor loads for all its tiles by the time:
+to 0.82 of gemmery's. The table of alignments shows that loads are then the limit. At 4096x4096x4088, divide the bytes
+that a multiprocessor loads for all its tiles by the time:
 
     width 128, turns     8 waves x 64 steps x 32 KB in 373 µs    45 bytes a nanosecond
     width 176, turns     6 waves x 64 steps x 40 KB in 347 µs    45
     width 256, shared    4 waves x 64 steps x 48 KB in 279 µs    45
 
-Whatever the tile, the rate is the same. With K = 4096, the narrow tile gets 81. cuBLAS loses nothing at
-4096x4096x4088: 194 µs. Its kernel has the same tile and the same number of stages. But as its name says,
-`128x256_64x4_2x1`, two multiprocessors form a cluster of 2 x 1. One load from L2 can serve both of them, so each one
-loads its own 128 rows of one operand and half of the 256 rows that they share: 32 KB a step, 43 bytes a nanosecond. At
-4001x4104x4088 it takes clusters of 1 x 2, which share the other operand. A step then loads 40 KB, and cuBLAS loses,
-too: 240 µs, where K = 4096 takes 203. gemmery has no clusters. It computes the transposed product there, in tiles that
-fill 4.00 waves, and takes 289 µs; this kernel, which cannot transpose, takes five waves.
+The rate is the same for every tile. With K = 4096, the narrow tile gets 81. cuBLAS loses nothing at 4096x4096x4088:
+194 µs. Its kernel has the same tile and the same number of stages. But by its name, `128x256_64x4_2x1`, two
+multiprocessors form a cluster of 2 x 1. One load from L2 can serve both of them, so each one loads its own 128 rows of
+one operand and half of the 256 rows that they share. That would be 32 KB per step, or 43 bytes a nanosecond. At
+4001x4104x4088 cuBLAS uses clusters of 1 x 2, which share the other operand. A step would then load 40 KB, and cuBLAS
+loses, too: 240 µs, compared with 203 for K = 4096. gemmery has no clusters. It computes the transposed product there,
+in tiles that fill 4.00 waves, and takes 289 µs. This kernel cannot transpose, and needs five waves.
 
-At 512 the kernel reaches 0.80 of gemmery's. Its smallest tile, 128 x 64, gives work to 32 multiprocessors, and the
-library has one of 64 x 32. At 3072 it reaches 0.96: gemmery takes tiles of 192 x 192 there, with three consumers.
+At 512, the kernel reaches 0.80 of gemmery's speed. Its smallest tile, 128 x 64, gives work to only 32 multiprocessors,
+and the library has one of 64 x 32. At 3072 it reaches 0.96: gemmery takes tiles of 192 x 192 there, with three
+consumers.
 
-It was also wrong at first. Tiles of 136 and 192 columns have three parts to store, an odd number. So a tile began with
-the slot with which the one before had ended, and filled it while it was still being stored. Most sizes have enough
-steps between two stores to hide this. The check with three steps a tile found it, in one run of two. Now the check
-repeats itself, and the protocol in Python has the slots, too.
+The kernel was also wrong at first. Tiles of 136 and 192 columns have three parts to store, an odd number. So each tile
+began with the slot in which the tile before it had ended, and filled it while it was still being stored. At most
+sizes, there are enough steps between two stores to hide this. The check with three steps per tile found it, in one of
+two runs. Now the check repeats itself, and the protocol in Python includes the slots.
 """
 
 import functools
@@ -788,7 +789,7 @@ QUESTIONS = (
 
 
 def stage_and_parities(step: int, stages: int) -> tuple[int, int, int]:
-    """Exercise 1: the stage of a step, and the parities for which the consumer and the producer wait there."""
+    """Exercise 1: the stage of a step, and the parities for which its consumer and its producer wait."""
     raise NotImplementedError(
         "return the stage, the consumer's parity of `full`, the producer's parity of `free`"
     )

@@ -1,44 +1,45 @@
 """Rung 11: a weight of four bits, dequantised on the way to the tensor cores.
 
-A model that generates text multiplies a few rows of x by each of its weights. Then nearly all the time is that of
-reading the weight: 8192 x 8192 numbers of 16 bits are 134 MB, at 3.0 TB/s 45 µs, however fast the tensor cores are.
-In four bits a number the weight is a fourth of that. It is kept so in memory, and becomes float16 only in registers.
+A model that generates text multiplies a few rows of x by each of its weights. Nearly all of the time is spent on
+reading the weight: 8192 x 8192 numbers of 16 bits are 134 MB, which take 45 µs at 3.0 TB/s, however fast the tensor
+cores are. With four bits per number, the weight has a fourth of these bytes. It stays in this form in memory and
+becomes float16 only in registers.
 
 **The format.** Along K, each GROUP of 64 numbers has a scale. A number is kept as an integer q from 0 to 15:
 
     w = (q - 8) * scale        scale = largest |w| of the group / 7
 
-Each number takes 4 + 16 / 64 = 4.25 bits. Half a byte has no type, so a word of 32 bits holds eight numbers.
+Each number takes 4 + 16 / 64 = 4.25 bits. There is no type for half a byte, so a word of 32 bits holds eight numbers.
 
-**The order of the numbers.** Any order is right, if packing and unpacking agree. The obvious one puts eight neighbours
-along K into a word. Then one word spreads over eight columns of the block that `tl.dot` wants, which belong to several
-threads, and the numbers pass through shared memory to get there. Here a step of 64 columns has four runs of 16, which
-is what a tensor core multiplies at a time, and a word has two neighbours of each run:
+**The order of the numbers.** Any order works, if packing and unpacking agree. The obvious order puts eight adjacent
+numbers along K into a word. But in the block for `tl.dot`, these eight columns belong to several threads, so the
+numbers would have to pass through shared memory. Here a step of 64 columns has four runs of 16, the number that a
+tensor core multiplies at a time. A word has two adjacent numbers of each run:
 
     a step of 64 along K     0 ........ 15 | 16 ........ 31 | 32 ........ 47 | 48 ........ 63
     word j of 8 has          2 j, 2 j + 1  | 16 + 2 j, + 1  | 32 + 2 j, + 1  | 48 + 2 j, + 1
     at bits                  0 and 4       | 8 and 12       | 16 and 20      | 24 and 28
 
-Two shifts of all words, joined, are a run. The step is a sum of four products, of which each has two numbers of every
-word.
+A run is made of all words, shifted by two amounts and joined. The step is a sum of four products, each of which uses
+two numbers of every word.
 
 **Four bits to float16 without a conversion.** The float16 number 1024 + q has the bits 0x6400 | q, for q < 1024. So
-`(word >> shift & 15) | 0x6400`, taken as a float16, is 1024 + q, and one subtraction makes it q - 8. A conversion from
-integer to float runs at a fourth or less of the rate of these. Both are exact.
+`(word >> shift & 15) | 0x6400`, read as a float16, is 1024 + q, and one subtraction turns it into q - 8. A conversion
+from integer to float runs at a fourth of the rate of these instructions or less. Both ways are exact.
 
-**The scale** belongs to a column of the weight's group, that is to a row of the product's left operand, and one group
-is one step. So it is applied to the step's sum, of 64 x BLOCK_M numbers, in place of the block of 64 x 64, and as a
-float32.
+**The scale** is the same for all numbers of a row of the left operand within a group, and a group is one step. So the
+sum of the step, of 64 x BLOCK_M numbers, is multiplied by it in float32, instead of the block of 64 x 64.
 
-The weight is on the left of `tl.dot`, as in rung 12: its 64 rows fill the tensor cores, as few rows of x would not.
-With few rows of x there are few tiles, too: 8192 / 64 = 128 on 132 multiprocessors. With a smaller N, multiprocessors
-would be idle while the others read. So each tile is cut into SPLIT parts along K. Each part adds what it has to a
-float32 output with `tl.atomic_add`, and a second, tiny kernel makes float16 of that. The order of the sums, and with it
-the last bit, is then a matter of chance. gemmery adds the parts in a fixed order instead.
+The weight is the left operand of `tl.dot`, as in rung 12: its 64 rows fill the tensor cores, which a few rows of x
+would not. With few rows of x there are also few tiles: 8192 / 64 = 128 for 132 multiprocessors. With a smaller N, some
+multiprocessors would be idle. So each tile is cut into SPLIT parts along K. Each part adds its sum to a float32 output
+with `tl.atomic_add`, and a second, small kernel converts the output to float16. The order of the additions, and with
+it the last bit, varies between runs. gemmery adds the parts in a fixed order instead.
 
-When do four bits pay? As long as reading the weight takes the time. A product of M rows does M multiplications for each
-number that is read, so from some number of rows on the tensor cores take longer than the reading, whatever the format.
-Beyond that number, dequantising is only additional work, and four bits lose. The last lines of the measurement show it.
+When do four bits pay? As long as the time is spent on reading the weight. A product of M rows does M multiplications
+for each number that is read, so from some number of rows on, the tensor cores take longer than the memory, in any
+format. Beyond that number, dequantising is only additional work, and four bits lose, as the last lines of the
+measurement show.
 
 In gemmery:
 
@@ -52,17 +53,17 @@ Weights of few bits: Frantar et al., "GPTQ", ICLR 2023; Lin et al., "AWQ", MLSys
 et al., "Who Says Elephants Can't Run", 2022.
 
 **What it gained, and why.** One row of x takes 39 µs, and torch with 16 bits takes 60. Reading the weight alone would
-take 12 µs. The instructions take longer: `benchmarks/ladder_code.py` counts some 190 of them for each step of 64 x 64
-numbers in each of 4 warps, besides four small products, and each product is waited for before the next 16 columns are
-unpacked. There are 16384 such steps. If all multiprocessors issued without a pause, that alone would take 14 µs.
-gemmery's kernel takes 25 µs.
+take 12 µs. The instructions take longer: `benchmarks/ladder_code.py` counts about 190 of them, in each of 4 warps, for
+each step of 64 x 64 numbers. There are four small products as well, and the kernel waits for each of them before it
+unpacks the next 16 columns. There are 16384 such steps. Even if all multiprocessors issued without a pause, the
+instructions would take 14 µs. gemmery's kernel takes 25 µs.
 
 *Where it loses.* By the answer to question 2, four bits could win up to 62 rows. The rung is 1.41 times as fast as
 torch with 16 rows, and 0.90 times with 64. The instructions of a step are nearly the same as with one row. But 64
 times as many sums are added atomically, and the programs load x in pieces of 4 bytes. At 256 rows the rung takes three
-times as long as torch, and at 1024 rows four times: now the tensor cores are the limit, the weight is unpacked again
-for each tile of 64 rows, and the products wait for it. gemmery's kernels gain at all of these sizes: a factor of 2.4
-with one row, 1.2 with 256, and 1.04 with 1024.
+times as long as torch, and at 1024 rows four times: there, the tensor cores are the limit, the weight is unpacked
+again for each tile of 64 rows, and the products wait for that. gemmery's kernels gain at all of these sizes: a factor
+of 2.4 with one row, 1.2 with 256, and 1.04 with 1024.
 """
 
 from collections.abc import Callable, Sequence
@@ -241,11 +242,11 @@ def bits_answer() -> str:
 
 QUESTIONS = (
     Question(
-        "A weight of 8192 x 8192 and 16 rows of x: how long does reading take with 16 bits, and 4.25?",
+        "A weight of 8192 x 8192 and 16 rows of x: how long does reading take with 16 bits, and with 4.25?",
         bytes_answer,
     ),
     Question(
-        "From how many rows of x on do the tensor cores take longer than the reading, in either case?",
+        "From how many rows of x on do the tensor cores take longer than the memory, in both cases?",
         rows_answer,
     ),
     Question(

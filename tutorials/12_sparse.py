@@ -1,29 +1,29 @@
 """Rung 12: sparse weights, from a mask to the sparse tensor cores.
 
-A weight is 2:4 sparse if, of each four adjacent numbers along K, at most two are not 0.
+A weight is 2:4 sparse if at most two of each four adjacent numbers along K are not 0.
 
     dense      1.5 -0.2  0.1 -0.9    0.3  0.8 -1.1  0.0
     pruned     1.5   0    0  -0.9     0   0.8 -1.1   0      the two largest of each four
     kept       1.5 -0.9              0.8 -1.1               half of the numbers
     places      0    3                1    2                and two bits for each
 
-Step 1, a mask. The product of the pruned weight is the dense product of before. It reads all numbers and multiplies
-all of them, the zeros too, in the same time. A mask alone saves nothing.
+Step 1, a mask. The product of the pruned weight is still a dense product. It reads and multiplies all numbers,
+including the zeros, in the same time. A mask alone saves nothing.
 
-Step 2, compressed storage. `compress` keeps two numbers of each four, and a code of 4 bits: `i0 | i1 << 2`, where
-`i0 < i1` are their places. With numbers of 16 bits, that is 2 · 16 + 4 = 36 bits in the place of 64: 9/16 of the
-bytes. `expanded_kernel` reads these and puts the zeros back in registers. It multiplies as much as before, and the
-expansion comes on top. So it can pay only where the time is that of reading the weight: with few rows of x.
+Step 2, compressed storage. `compress` keeps two numbers of each four, and a code of 4 bits: `i0 | i1 << 2`, where `i0
+< i1` are their places. With numbers of 16 bits, that is 2 · 16 + 4 = 36 bits instead of 64: 9/16 of the bytes.
+`expanded_kernel` reads these and restores the zeros in registers. It multiplies as much as before, and the expansion
+is additional work. So it can pay only if the time is spent on reading the weight: with few rows of x.
 
-Step 3, the sparse tensor cores. Since compute capability 8.0 they can leave the zeros out. `mma.sp.m16n8k32`
-multiplies 16 x 32 numbers of the weight, of which it takes the 16 x 16 that are kept, by 32 x 8 numbers of x. It
-multiplies no more than the dense m16n8k16 does, for twice its K. By its code, each kept number finds what it meets:
+Step 3, the sparse tensor cores. Since compute capability 8.0, they can skip the zeros. `mma.sp.m16n8k32` multiplies 16
+x 32 numbers of the weight, given as the 16 x 16 kept ones, by 32 x 8 numbers of x. It does as many multiplications as
+the dense m16n8k16, for twice its K. The code of each kept number selects its factor:
 
     out[row, col] += kept[row, j] * x[4 * (j // 2) + place[row, j], col]     j < 16
 
-Only the left operand can be sparse. So the weight is on the left: the product is w @ x.T, the transpose of what is
-wanted. PTX takes the operands as registers of the 32 threads of a warp, its *lanes*. The first picture (on this rung's
-page of the documentation) shows which lane has which numbers. The code says it in functions: `place_in_a`,
+Only the left operand can be sparse. So the weight is on the left, and the product is w @ x.T, the transpose of the
+result. PTX takes the operands in registers of the 32 threads of a warp, its *lanes*. The first picture (on this rung's
+page of the documentation) shows which lane has which numbers. In the code, these functions tell it: `place_in_a`,
 `place_in_b`, `place_in_c` and `place_in_codes`.
 
     lane = 4 g + t    g = 0 .. 7: a row of w, or of x; t = 0 .. 3: a place along K
@@ -32,64 +32,64 @@ page of the documentation) shows which lane has which numbers. The code says it 
     C and D, sums     4 registers of 1: columns 2 t, 2 t + 1 of row g; of g + 8
     codes             1 register of 8: columns 16 t .. 16 t + 15 of row g; of g + 8
 
-The four lanes of a row have codes for 64 columns, and one instruction multiplies 32. Its *selector*, a constant, says
-whose codes it reads: 0 those of t = 0 and 1, and 1 those of t = 2 and 3. So one register of codes serves two
-instructions; the second picture on that page shows which lane has which codes. Two equal places in one code are
+The four lanes of a row have codes for 64 columns, and one instruction multiplies 32. Its *selector*, a constant,
+selects the lanes whose codes it reads: 0 for t = 0 and 1, and 1 for t = 2 and 3. So one register of codes serves two
+instructions. The second picture on that page shows which lane has which codes. A code with two equal places is
 undefined.
 
-Triton's language does not promise which thread has which element of a tensor. Gluon, the language below it, does:
-there a layout is explicit. `mma_sp_kernel` has its operands as tensors of (tiles, warps, 32 lanes, 4 registers), in a
-layout that means what these words say. Inline assembly takes 4 elements at a time and issues the instruction. The
-weight is packed in this order beforehand, so that each lane loads its 16 bytes at once. Each warp has a part of K,
-and the parts are added at the end. The kernel is small, and not the fastest: that would bring x through shared
-memory, and load ahead.
+Triton does not specify which thread has which element of a tensor. Gluon, the language below it, does, because its
+layouts are explicit. The operands of `mma_sp_kernel` are tensors of (tiles, warps, 32 lanes, 4 registers), with
+exactly that layout. Inline assembly takes 4 elements at a time and issues the instruction. The weight is packed in
+this order beforehand, so that each lane loads its 16 bytes at once. Each warp computes a part of K, and the parts are
+added at the end. The kernel is simple and not the fastest: a faster one would load x through shared memory, and ahead
+of time.
 
-`mma_sp` does in torch what PTX defines, with the registers of all 32 lanes. It is checked everywhere, and takes the
-kernel's place where no GPU has the instruction. The rung prints what ran.
+`mma_sp` emulates the instruction in torch, as PTX defines it, with the registers of all 32 lanes. It is checked on
+every machine, and replaces the kernel if no GPU has the instruction. The rung prints which one ran.
 
-PTX has two spellings of it. This one, `mma.sp::ordered_metadata`, promises that `i0 < i1`. It needs PTX 8.5, which all
-GPUs have with Triton 3.6 and newer. NVIDIA's manual warns that the other one may be much slower on some GPUs.
+PTX has two forms of the instruction. This one, `mma.sp::ordered_metadata`, promises that `i0 < i1`. It needs PTX 8.5,
+which Triton 3.6 and newer emit for all GPUs. NVIDIA's manual warns that the other form may be much slower on some
+GPUs.
 
-Step 4, gemmery. There a sparse weight is an operand like any other, with epilogues and gradients:
+Step 4, gemmery. In the library, a sparse weight is an operand like any other, with epilogues and gradients:
 
     import gemmery
     s = gemmery.sparsify(w, "2:4")
     out = gemmery.linear(a, s)
 
 On Hopper its kernel issues `wgmma.sp`. Four warps together multiply 64 rows of the weight by as many rows of x as the
-tile has, up to 256, and tiles need not be a power of two wide. The kept numbers and x come from shared memory, where
-the TMA unit of rung 8 puts them. Only the codes go through registers. Elsewhere the kernels expand the weight as step
-2 does. docs/sparse.md goes on from here.
+tile has, up to 256, and tiles need not be a power of two wide. The kept numbers and x come from shared memory, into
+which the TMA unit of rung 8 loads them. Only the codes go through registers. On other GPUs, the kernels expand the
+weight as in step 2. docs/sparse.md has more.
 
-When does 2:4 pay? Codes take their part of what is saved:
+When does 2:4 pay? The codes take a part of the savings:
 
     numbers of     bits a weight, dense     2:4
     16 bits                          16       9
      8 bits                           8       5
      4 bits                           4       3
 
-With few rows of x, as in decoding, the time is that of reading the weight, and 9/16 of it is the best that 2:4 can
-do. `int4` without sparsity reads less than half of that, and rounding to `int4` usually costs less accuracy than
-pruning half of the numbers: docs/low-bit.md. With many rows, as in prefill and in training, the time is that of the
-tensor cores. There `int4` gains nothing, since its numbers are multiplied in 16 bits, and 2:4 takes half of the
-steps, so that a factor of two is the bound. Pruning a trained model by magnitude alone loses accuracy, often too
-much: 2:4 is for models that were trained or calibrated for it. Where nobody measured the model's quality, take
-neither.
+With few rows of x, as in decoding, the time is spent on reading the weight, and 2:4 can reduce it to 9/16 at best.
+`int4` without sparsity reads less than half of that, and rounding to `int4` usually costs less accuracy than pruning
+half of the numbers: docs/low-bit.md. With many rows, as in prefill and in training, the time is spent in the tensor
+cores. There, `int4` gains nothing, since its numbers are multiplied in 16 bits, and 2:4 takes half of the steps, so it
+is at most twice as fast. Pruning a trained model by magnitude alone loses accuracy, often too much: 2:4 is for models
+that were trained or calibrated for it. Do not use either without measuring the quality of the model.
 
 The pattern: Mishra et al., "Accelerating Sparse Deep Neural Networks", 2021. The instruction: NVIDIA, "PTX ISA",
 mma.sp.
 
-**What it gained, and why.** With one row of x the kernel of step 3 takes 41 µs, and torch's dense product 60. Reading
-the weight alone would take 25 µs. `benchmarks/ladder_code.py` shows why the kernel gets near: each lane loads the
-weight 16 bytes at a time, eight such loads are under way at once, and a step has 35 other instructions. gemmery's
-kernel takes 36 µs. With 4096 rows, where the tensor cores are the limit, it is 1.4 times as fast as torch.
+**What it gained, and why.** With one row of x, the kernel of step 3 takes 41 µs, and torch's dense product 60. To read
+the weight alone would take 25 µs. `benchmarks/ladder_code.py` shows why the kernel comes close to this: each lane
+loads the weight 16 bytes at a time, eight such loads are under way at once, and a step has only 35 other instructions.
+gemmery's kernel takes 36 µs. With 4096 rows, where the tensor cores are the limit, it is 1.4 times as fast as torch.
 
 *Where it loses.* Step 2, the expansion in registers, takes 102 µs with one row, longer than the dense product. A step
-has 662 other instructions, and each of its products is waited for before the next columns are expanded. Step 3 is even
-with torch at 16 rows, 64 µs against 60, and takes six times as long at 64 rows. It loads x in pieces of 4 bytes: a
-step has 260 such loads for 64 products, and each of the 512 programs loads all of x anew. And it holds 180 registers,
-so that one program fits on a multiprocessor in place of four. The kernel of step 4 brings x through shared memory,
-where all warps use it, and takes 37 µs.
+has 662 other instructions, and the kernel waits for each product before it expands the next columns. Step 3 is about
+as fast as torch with 16 rows, 63 µs against 60, but takes six times as long with 64 rows. It loads x in pieces of 4
+bytes: a step has 260 such loads for 64 products, and each of the 512 programs loads all of x again. It also needs 180
+registers, so only one program fits on a multiprocessor, instead of four. The kernel of step 4 loads x into shared
+memory, where all warps use it, and takes 37 µs.
 """
 
 import math
@@ -501,7 +501,7 @@ def check_code(answer: Callable[[Sequence[float]], int]) -> None:
 
 
 def lane_of(row: int, column: int) -> tuple[int, int, int]:
-    """Exercise 2: the lane, the register and the half of it (0 or 1) that has a kept number of A."""
+    """Exercise 2: the lane, the register and the half of it (0 or 1) that hold a kept number of A."""
     raise NotImplementedError("turn `place_in_a` around")
 
 

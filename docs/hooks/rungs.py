@@ -312,7 +312,7 @@ def _folded(summary: str, text: str) -> str:
 def exercises(rung: Rung) -> Iterator[str]:
     """A rung's exercises."""
     yield (
-        f"Write the function in `tutorials/{rung.path.name}`, and let the file check it: "
+        f"Write the function in `tutorials/{rung.path.name}`. The file checks it: "
         f"`python tutorials/{rung.path.name} --exercise 1`."
     )
     for number, (text, stub, solution) in enumerate(rung.exercises, 1):
@@ -358,11 +358,11 @@ def compiled(number: int) -> str:
             f"{kernel['programs']} | {moves or 'by another warp'} | {_waits(kernel['waits'])} | {kernel['others']} |"
         )
     said = (
-        f"For Hopper, by Triton {data['triton']}, of each thread. Other instructions are those of a K step besides "
-        "moves and the tensor cores'. `LDGSTS` copies to shared memory, `UTMALDG` asks the TMA unit, `LDG` loads into "
-        "registers and `STS` writes them to shared memory, `LDL` and `STL` are spilled registers. "
-        "`benchmarks/ladder_code.py` makes this table without a GPU, and `gemmery inspect` shows the same, and the "
-        "instructions themselves, of the library's kernels."
+        f"Compiled for Hopper by Triton {data['triton']}; registers and instructions are those of a thread. The last "
+        "column counts a K step's instructions without moves and products. `LDGSTS` copies to shared memory, `UTMALDG` "
+        "asks the TMA unit, `LDG` loads into registers and `STS` writes them to shared memory, `LDL` and `STL` are "
+        "spilled registers. `benchmarks/ladder_code.py` makes this table without a GPU. `gemmery inspect` shows the "
+        "same for the library's kernels, with the instructions."
     )
     return "\n".join(lines) + f"\n\n{said}"
 
@@ -384,11 +384,7 @@ def page(rung: Rung, run: Recorded) -> str:
             *(f"{text}\n\n<!-- picture: {command} -->" for command, text in COMMANDS.get(rung.number, ())),
             "## Predict before you read on" if questions else "",
             _numbered([text for text, _ in questions]),
-            _folded(
-                "Answers, which the run prints at its end", _numbered([answer for _, answer in questions])
-            )
-            if questions
-            else "",
+            _folded("Answers", _numbered([answer for _, answer in questions])) if questions else "",
             "## What it gained",
             *gained(rung, run),
             *looks(rung.number),
@@ -413,7 +409,7 @@ def output(rung: Rung) -> Iterator[str]:
     if found := printed().get(rung.number):
         text, where = found
         yield _folded("What it printed", f"```text\n{text.strip()}\n```\n\n{where}.")
-        yield f'<a href="../notebooks/{name}" download>{name}</a> is this rung as a notebook, with that output.'
+        yield f'<a href="../notebooks/{name}" download>{name}</a> is this rung as a notebook, with this output.'
     else:
         yield f'<a href="../notebooks/{name}" download>{name}</a> is this rung as a notebook, not run yet.'
 
@@ -429,7 +425,9 @@ def gained(rung: Rung, run: Recorded) -> tuple[str, ...]:
     if record is None:
         return (f"{MISSING}. The other rungs were measured on {run.line()}.",)
     where = run.line(rung.number)
-    measured = f"Ratios are of speed: above 1 the rung is faster. Measured by the file itself on {where}."
+    measured = (
+        f"Ratios compare speeds: above 1, the rung is faster. The file itself measured this on {where}."
+    )
     return gains(record), others(record), measured
 
 

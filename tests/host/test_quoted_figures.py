@@ -1,11 +1,14 @@
 """Figures that README and docs/ quote in sentences: each is what the recorded results have."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
 from benchmarks import grouped_summary, records
+from docs.hooks import rungs
+from gemmery.lab import ladder
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = records.read_results(records.RESULTS)
@@ -174,3 +177,49 @@ def test_mxfp8_is_slower_than_bf16_where_pages_say_so():
     for page in ("README.md", "docs/overview.md", "docs/support.md", "docs/low-bit/operands.md"):
         text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
         assert re.search(r"MXFP8[^.]*slower than bf16", text.replace("**", "")), page
+
+
+# --- the ladder
+
+#: Microseconds in the text about a rung's figures that are computed, by the rung; all others were measured.
+COMPUTED = {1: {4}, 11: {12, 14}, 12: {25}}
+
+
+def ladder_times():
+    """For each rung the microseconds of its run and of all further measurements."""
+    run, probes = rungs.recorded(), json.loads(rungs.PROBES.read_text(encoding="utf-8"))
+    looks = [
+        us for probe in probes.values() for shape in probe["shapes"].values() for us in shape["us"].values()
+    ]
+    return {
+        number: [row.time_us for row in record.rows if row.time_us is not None] + looks
+        for number, record in run.records.items()
+    }
+
+
+def ladder_ratios():
+    """Speeds over torch of all rungs and methods, in each run that has both."""
+    found = [
+        ratio
+        for record in rungs.recorded().records.values()
+        for gain in ladder.gains(record.rows)
+        for ratio in (gain.over_torch, gain.over_before)
+        if ratio is not None
+    ]
+    probes = json.loads(rungs.PROBES.read_text(encoding="utf-8"))
+    shapes = [shape["us"] for probe in probes.values() for shape in probe["shapes"].values()]
+    shapes += [shape["us"] for shape in json.loads(rungs.SIZES.read_text(encoding="utf-8"))["sizes"].values()]
+    return found + [us["torch"] / time for us in shapes for time in us.values() if "torch" in us]
+
+
+@pytest.mark.parametrize("rung", rungs.rungs(), ids=lambda rung: rung.path.stem)
+def test_times_and_ratios_of_a_rung_are_those_of_its_record(rung):
+    text = rung.told.partition(rungs.LESSON)[2].replace("\n", " ")
+    measured = {round(us) for us in ladder_times()[rung.number]}
+    quoted = {int(us) for us in re.findall(r"(\d+) µs", text)}
+    assert quoted <= measured | COMPUTED.get(rung.number, set())
+    ratios = {f"{ratio:.2f}" for ratio in ladder_ratios()}
+    compared = set(re.findall(r"(\d\.\d\d) of cuBLAS", text))
+    assert compared <= ratios
+    # Two rungs quote neither in this form.
+    assert quoted or compared or rung.number in (4, 9), "nothing was found to compare"

@@ -78,7 +78,7 @@ def set_timeout(seconds: float) -> None:
         seconds: above 0, and finite.
 
     Raises:
-        ValueError: `seconds` is not.
+        ValueError: `seconds` is not above 0 and finite.
     """
     if not 0 < seconds < math.inf:
         raise ValueError(f"set_timeout: seconds is {seconds}; it must be above 0 and finite")
