@@ -1,6 +1,7 @@
 """A Llama in vLLM with the quantization "gemmery", on the CPU, where vLLM's compiled parts need not be there.
 
     VLLM_TARGET_DEVICE=cpu python tests/package/vllm_model.py int4
+    VLLM_TARGET_DEVICE=cpu python tests/package/vllm_model.py int4 --ranks 2
     VLLM_TARGET_DEVICE=cpu python tests/package/vllm_model.py compressed-int4
 
 With the name of a format, vLLM creates, loads and processes the model. Each linear layer has to give the bits of gemmery.linear with the weight
@@ -111,14 +112,15 @@ def write(model, kind, folder):
     (Path(folder) / "config.json").write_text(json.dumps(config))
 
 
-def loaded(folder, **how):
-    """vLLM's model from a folder, and its configuration."""
+def loaded(folder, rank, args, **how):
+    """vLLM's model from a folder, or a rank's part of it, and its configuration."""
     config = EngineArgs(
-        model=folder, skip_tokenizer_init=True, dtype="bfloat16", max_model_len=64, enforce_eager=True, **how
-    ).create_engine_config()
-    with set_current_vllm_config(config), tempfile.NamedTemporaryFile() as store:
-        init_distributed_environment(1, 0, f"file://{store.name}.ranks", 0, "gloo")
-        initialize_model_parallel(1, 1)
+        model=folder, skip_tokenizer_init=True, dtype="bfloat16", max_model_len=64, enforce_eager=True,
+        tensor_parallel_size=args.ranks, **how,
+    ).create_engine_config()  # fmt: skip
+    with set_current_vllm_config(config):
+        init_distributed_environment(args.ranks, rank, f"file://{folder}/ranks", rank, "gloo")
+        initialize_model_parallel(args.ranks, 1)
         model = get_model_loader(config.load_config).load_model(config, config.model_config)
     for module in model.modules():
         if isinstance(module, CustomOp):
@@ -126,11 +128,20 @@ def loaded(folder, **how):
     return model, config
 
 
+def grouped(format):
+    """Groups that a rank's part of a weight divides."""
+    return {"group_size": GROUP} if format in ("int4", "nf4") else {}
+
+
 def weight_of(layer, names, options):
     """What a layer of vLLM has to hold, from the modules of transformers."""
     dense = torch.cat([layer.get_submodule(name).weight.detach() for name in names])
     left = any(name.endswith(tuple(options.get("modules_to_not_convert", ()))) for name in names)
-    return dense if not options or left else gemmery.quantize(dense, options["format"])
+    return (
+        dense
+        if not options or left
+        else gemmery.quantize(dense, options["format"], **grouped(options["format"]))
+    )
 
 
 def check_layers(original, model, options):
@@ -153,7 +164,65 @@ def check_kernels(model, wanted):
             print(f"{name}: {type(found[0]).__name__}")
 
 
+def llama():
+    """The same model in each process."""
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=256, hidden_size=HIDDEN, intermediate_size=WIDTH, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2,
+        )
+    ).bfloat16()  # fmt: skip
+
+
+def quantized_by_gemmery(original, folder, rank, args):
+    """The model in vLLM; transformers' gets the same weights."""
+    plugin.register()
+    options = {}
+    if args.format != "dense":
+        options = {"format": args.format, "modules_to_not_convert": args.left, **grouped(args.format)}
+    how = {"quantization_config_dict_json": json.dumps(options)} if options else {}
+    model, config = loaded(folder, rank, args, quantization="gemmery", hf_overrides=how)
+    if args.ranks == 1:
+        check_layers(original, model, options)
+    if options:
+        gemmery.nn.quantize(original, args.format, skip=("lm_head", *args.left), **grouped(args.format))
+    return model, config
+
+
+def of_compressed_tensors(folder, rank, args):
+    """The model in vLLM, with gemmery's kernels."""
+    kernels.PLATFORMS = (current_platform._enum,)
+    os.environ[plugin.VARIABLE] = "int,fp8"
+    plugin.register()
+    model, config = loaded(folder, rank, args)
+    check_kernels(model, (kernels.GemmeryIntKernel, kernels.GemmeryFp8Kernel))
+    return model, config
+
+
 @torch.no_grad()
+def run(rank, folder, args):
+    """What each rank does."""
+    in_torch()
+    original = llama()
+    kind = args.format.removeprefix("compressed-")
+    if kind != args.format:
+        compressed(original, kind)
+        model, config = of_compressed_tensors(folder, rank, args)
+    else:
+        model, config = quantized_by_gemmery(original, folder, rank, args)
+    torch.manual_seed(1)
+    ids = torch.randint(256, (TOKENS,))
+    with set_current_vllm_config(config), set_forward_context(None, config):
+        logits = model.compute_logits(model(ids, torch.arange(TOKENS)))
+    if rank == 0:
+        want = original(ids[None]).logits[0].float()
+        difference = (logits.float() - want).norm() / want.norm()
+        print(f"logits: relative difference {difference:.1e}")
+        # Activations of fp8 have 4 bits.
+        assert difference < (1e-1 if args.format == "compressed-fp8" else 1e-2)
+
+
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -161,42 +230,19 @@ def main():
     formats = ("dense", "int4", "e4m3", "nf4", "mxfp4", "compressed-int4", "compressed-fp8")
     parser.add_argument("format", choices=formats)
     parser.add_argument("--left", nargs="*", default=[], help="ends of names of layers that stay dense")
+    parser.add_argument(
+        "--ranks", type=int, default=1, choices=(1, 2), help="processes of tensor parallelism"
+    )
     args = parser.parse_args()
-    torch.manual_seed(0)
-    original = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=256, hidden_size=HIDDEN, intermediate_size=WIDTH, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2,
-        )
-    ).bfloat16()  # fmt: skip
-    in_torch()
-    _, is_compressed, kind = args.format.rpartition("compressed-")
     with tempfile.TemporaryDirectory() as folder:
-        if is_compressed:
-            kernels.PLATFORMS = (current_platform._enum,)
-            os.environ[plugin.VARIABLE] = "int,fp8"
-            plugin.register()
-            write(original, kind, folder)
-            model, config = loaded(folder)
-            check_kernels(model, (kernels.GemmeryIntKernel, kernels.GemmeryFp8Kernel))
+        if args.format.startswith("compressed-"):
+            write(llama(), args.format.removeprefix("compressed-"), folder)
         else:
-            plugin.register()
-            original.save_pretrained(folder)
-            options = {} if kind == "dense" else {"format": kind, "modules_to_not_convert": args.left}
-            how = {"quantization_config_dict_json": json.dumps(options)} if options else {}
-            model, config = loaded(folder, quantization="gemmery", hf_overrides=how)
-            check_layers(original, model, options)
-            if options:
-                gemmery.nn.quantize(original, kind, skip=("lm_head", *args.left))
-
-    ids = torch.randint(256, (TOKENS,))
-    with set_current_vllm_config(config), set_forward_context(None, config):
-        logits = model.compute_logits(model(ids, torch.arange(TOKENS))).float()
-    want = original(ids[None]).logits[0].float()
-    difference = (logits - want).norm() / want.norm()
-    print(f"logits: relative difference {difference:.1e}")
-    # Activations of fp8 have 4 bits.
-    assert difference < (1e-1 if args.format == "compressed-fp8" else 1e-2)
+            llama().save_pretrained(folder)
+        if args.ranks == 1:
+            run(0, folder, args)
+        else:
+            torch.multiprocessing.spawn(run, (folder, args), nprocs=args.ranks)
 
 
 if __name__ == "__main__":
