@@ -80,9 +80,7 @@ class _Caller(ExternKernelCaller):
     """gemmery as a choice for one product."""
 
     def __init__(self, beside: ExternKernelCaller, record: Offer) -> None:
-        choice = CHOICES[beside.choice.name]
-        choice.ordered_kwargs_for_cpp_kernel = ()
-        super().__init__(choice, beside.input_nodes, beside.layout, beside.kwargs)
+        super().__init__(CHOICES[beside.choice.name], beside.input_nodes, beside.layout, beside.kwargs)
         self.record = record
 
     def precompile(self) -> None:
