@@ -51,7 +51,7 @@ install: $(READY) ## the environment alone
 # --- what users see --------------------------------------------------------------------------------------------------
 
 .PHONY: demo
-demo: $(READY) ## a sentence model with every linear layer through gemmery (1.5 minutes and 2 GB the first time)
+demo: $(READY) ## a sentence model with every linear layer through gemmery (1.5 minutes and 3 GB the first time)
 	@$(VENV)/bin/gemmery demo $(ARGS)
 
 .PHONY: doctor

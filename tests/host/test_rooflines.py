@@ -155,3 +155,10 @@ def test_mistakes_are_told_in_a_line(words, said):
     done = CliRunner().invoke(app, ["roofline", "--device", "H200", *words])
     assert done.exit_code == 2
     assert said in " ".join(done.output.split())
+
+
+def test_a_product_that_is_all_latency_is_not_said_to_take_no_time():
+    words = ["roofline", "64", "64", "64", "--device", "H200"]
+    shown = CliRunner().invoke(app, words).output.splitlines()[-1].replace(",", "").split()
+    assert shown[2] == "0.005"
+    assert all(0 < float(share.removesuffix("%")) < 1 for share in shown[4::2])

@@ -145,9 +145,15 @@ def _line(point: Point) -> str:
     for method, seconds in point.predicted.items():
         if seconds is not None:
             found = point.measured.get(method)
-            measured = f" ({point.roofline / found:.0%})" if found else ""
-            said.append(f"{method} {point.roofline / seconds:.0%}{measured}")
-    return f"{point.intensity:9.1f} {point.roofline * 1e6:12.1f}  {', '.join(said)}"
+            measured = f" ({_share(point.roofline / found)})" if found else ""
+            said.append(f"{method} {_share(point.roofline / seconds)}{measured}")
+    micros = point.roofline * 1e6
+    return f"{point.intensity:9.1f} {micros:12.{1 if micros >= 1 else 3}f}  {', '.join(said)}"
+
+
+def _share(value: float) -> str:
+    """A part of 1; those of products that are all latency need a digit that is not 0."""
+    return f"{value:.0%}" if value >= 0.01 else f"{100 * value:.1g}%"
 
 
 def roof_of(device: Device, dtype: str) -> Roof:
