@@ -16,17 +16,24 @@ from pathlib import Path
 from typing import Any
 
 OUT = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "ladder"
-#: Comments in a rung's file above its questions and exercises, and above what it measures.
+#: Comments in a rung's file above its questions and exercises, above what it measures, and above its solutions.
 COURSE, CHECKS = "# Predict before you run, and exercises", "# The check and the measurement"
+SOLUTIONS = "# Solutions of the exercises"
 HEADER = ("gpu", "torch", "triton", "cuda", "commit", "date")
 
 
 def code_digest(path: Path) -> str:
-    """A digest of the code that decides what a rung prints: without imports, questions, docstrings and comments."""
+    """A digest of the code that decides what a rung prints, without imports, docstrings, comments and the course.
+
+    The course is the questions and the exercises with their solutions.
+    """
     text = path.read_text(encoding="utf-8")
     lines = text.splitlines()
+    tree = ast.parse(text)
     left_out = set(range(lines.index(COURSE) + 1, lines.index(CHECKS) + 1))
-    for node in ast.walk(ast.parse(text)):
+    if SOLUTIONS in lines:
+        left_out |= set(range(lines.index(SOLUTIONS) + 1, tree.body[-1].lineno))
+    for node in ast.walk(tree):
         told = (
             isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
             and ast.get_docstring(node) is not None

@@ -118,10 +118,6 @@ def masked(n: int, block: int) -> int:
     raise NotImplementedError("count the programs first, then what they have room for")
 
 
-def solved_masked(n: int, block: int) -> int:
-    return triton.cdiv(n, block) * block - n
-
-
 def check_masked(answer: Callable[[int, int], int]) -> None:
     for n, block in ((1, 1024), (1024, 1024), (1025, 1024), (7919, 256)):
         inside = sum(
@@ -137,21 +133,11 @@ def place_of(index: int, block: int) -> tuple[int, int]:
     raise NotImplementedError("turn `start + tl.arange(0, BLOCK)` around")
 
 
-def solved_place_of(index: int, block: int) -> tuple[int, int]:
-    return index // block, index % block
-
-
 def check_place_of(answer: Callable[[int, int], tuple[int, int]]) -> None:
     for index in (0, 1023, 1024, 2**31 + 5):
         program, place = answer(index, 1024)
         assert 0 <= place < 1024, f"element {index}: a block has places 0 to 1023"
         assert program * 1024 + place == index, f"element {index}: that is another one's place"
-
-
-EXERCISES = (
-    Exercise(masked, solved_masked, check_masked),
-    Exercise(place_of, solved_place_of, check_place_of),
-)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -192,6 +178,24 @@ def bench() -> list[Row]:
 
 def main(arguments: Sequence[str] | None = None) -> Record:
     return run(NUMBER, TITLE, check, bench, arguments, QUESTIONS, EXERCISES)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Solutions of the exercises
+
+
+def solved_masked(n: int, block: int) -> int:
+    return triton.cdiv(n, block) * block - n
+
+
+def solved_place_of(index: int, block: int) -> tuple[int, int]:
+    return index // block, index % block
+
+
+EXERCISES = (
+    Exercise(masked, solved_masked, check_masked),
+    Exercise(place_of, solved_place_of, check_place_of),
+)
 
 
 if __name__ == "__main__":

@@ -193,10 +193,6 @@ def intensity(M: int, N: int, K: int) -> float:
     raise NotImplementedError("2 * M * N * K operations, and two bytes for each number of a, w and out")
 
 
-def solved_intensity(M: int, N: int, K: int) -> float:
-    return 2 * M * N * K / (2 * (M * K + N * K + M * N))
-
-
 def check_intensity(answer: Callable[[int, int, int], float]) -> None:
     assert answer(4096, 4096, 4096) == 4096 / 3
     assert answer(1, 8192, 8192) < 1, "one row of x: hardly an operation a byte"
@@ -207,19 +203,9 @@ def tile_intensity(block_m: int, block_n: int) -> float:
     raise NotImplementedError("look at one column of a and one of w: block_m + block_n numbers of two bytes")
 
 
-def solved_tile_intensity(block_m: int, block_n: int) -> float:
-    return 2 * block_m * block_n / (2 * (block_m + block_n))
-
-
 def check_tile_intensity(answer: Callable[[int, int], float]) -> None:
     assert answer(128, 128) == 64
     assert answer(64, 256) < answer(128, 128) < answer(128, 256), "square and large tiles load least"
-
-
-EXERCISES = (
-    Exercise(intensity, solved_intensity, check_intensity),
-    Exercise(tile_intensity, solved_tile_intensity, check_tile_intensity),
-)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -251,6 +237,24 @@ def bench() -> list[Row]:
 
 def main(arguments: Sequence[str] | None = None) -> Record:
     return run(NUMBER, TITLE, check, bench, arguments, QUESTIONS, EXERCISES)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Solutions of the exercises
+
+
+def solved_intensity(M: int, N: int, K: int) -> float:
+    return 2 * M * N * K / (2 * (M * K + N * K + M * N))
+
+
+def solved_tile_intensity(block_m: int, block_n: int) -> float:
+    return 2 * block_m * block_n / (2 * (block_m + block_n))
+
+
+EXERCISES = (
+    Exercise(intensity, solved_intensity, check_intensity),
+    Exercise(tile_intensity, solved_tile_intensity, check_tile_intensity),
+)
 
 
 if __name__ == "__main__":

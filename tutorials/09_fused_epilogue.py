@@ -238,10 +238,6 @@ def traffic(M: int, N: int, fused: bool) -> int:
     raise NotImplementedError("count the passes over the output: five apart, one fused; the bias is small")
 
 
-def solved_traffic(M: int, N: int, fused: bool) -> int:
-    return M * N * 2 * (1 if fused else 5)
-
-
 def check_traffic(answer: Callable[[int, int, bool], int]) -> None:
     assert answer(4096, 14336, True) == 117440512
     assert answer(100, 10, False) == 10000
@@ -252,22 +248,10 @@ def gelu(x: torch.Tensor) -> torch.Tensor:
     raise NotImplementedError("max(x, 0) - a * 2 ** (polynomial of a - 1), where a = min(|x|, 6)")
 
 
-def solved_gelu(x: torch.Tensor) -> torch.Tensor:
-    a = x.abs().clamp(max=6)
-    exponent = sum(factor * a ** (i + 1) for i, factor in enumerate(fitted()))
-    return x.clamp(min=0) - a * torch.exp2(exponent - 1)
-
-
 def check_gelu(answer: Callable[[torch.Tensor], torch.Tensor]) -> None:
     x = torch.linspace(-50, 50, 100001, dtype=torch.float64)
     wrong = (answer(x) - F.gelu(x)).abs().max()
     assert wrong < 1e-6, f"off by {wrong:.1e}; float16 does not show 1e-6"
-
-
-EXERCISES = (
-    Exercise(traffic, solved_traffic, check_traffic),
-    Exercise(gelu, solved_gelu, check_gelu),
-)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -336,6 +320,26 @@ def bench() -> list[Row]:
 
 def main(arguments: Sequence[str] | None = None) -> Record:
     return run(NUMBER, TITLE, check, bench, arguments, QUESTIONS, EXERCISES)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Solutions of the exercises
+
+
+def solved_traffic(M: int, N: int, fused: bool) -> int:
+    return M * N * 2 * (1 if fused else 5)
+
+
+def solved_gelu(x: torch.Tensor) -> torch.Tensor:
+    a = x.abs().clamp(max=6)
+    exponent = sum(factor * a ** (i + 1) for i, factor in enumerate(fitted()))
+    return x.clamp(min=0) - a * torch.exp2(exponent - 1)
+
+
+EXERCISES = (
+    Exercise(traffic, solved_traffic, check_traffic),
+    Exercise(gelu, solved_gelu, check_gelu),
+)
 
 
 if __name__ == "__main__":

@@ -795,10 +795,6 @@ def stage_and_parities(step: int, stages: int) -> tuple[int, int, int]:
     )
 
 
-def solved_stage_and_parities(step: int, stages: int) -> tuple[int, int, int]:
-    return step % stages, step // stages % 2, (step // stages + 1) % 2
-
-
 def check_stage_and_parities(answer: Callable[[int, int], tuple[int, int, int]]) -> None:
     for stages in (2, 3, 6):
         full, free = ([Barrier(1) for _ in range(stages)] for _ in range(2))
@@ -823,13 +819,6 @@ def best_width(M: int, N: int, sms: int) -> int:
     )
 
 
-def solved_best_width(M: int, N: int, sms: int) -> int:
-    def columns(width: int) -> int:
-        return triton.cdiv(triton.cdiv(M, 128) * triton.cdiv(N, width), sms) * width
-
-    return min(range(256, 127, -8), key=columns)
-
-
 def check_best_width(answer: Callable[[int, int, int], int]) -> None:
     for (M, N), expected in {
         (1500, 5760): 176,
@@ -838,12 +827,6 @@ def check_best_width(answer: Callable[[int, int, int], int]) -> None:
         (3072, 3072): 192,
     }.items():
         assert answer(M, N, 132) == expected, f"{M}x{N} on 132 multiprocessors: {expected} is better"
-
-
-EXERCISES = (
-    Exercise(stage_and_parities, solved_stage_and_parities, check_stage_and_parities),
-    Exercise(best_width, solved_best_width, check_best_width),
-)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -916,6 +899,27 @@ def bench() -> list[Row]:
 
 def main(arguments: Sequence[str] | None = None) -> Record:
     return run(NUMBER, TITLE, check, bench, arguments, QUESTIONS, EXERCISES)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Solutions of the exercises
+
+
+def solved_stage_and_parities(step: int, stages: int) -> tuple[int, int, int]:
+    return step % stages, step // stages % 2, (step // stages + 1) % 2
+
+
+def solved_best_width(M: int, N: int, sms: int) -> int:
+    def columns(width: int) -> int:
+        return triton.cdiv(triton.cdiv(M, 128) * triton.cdiv(N, width), sms) * width
+
+    return min(range(256, 127, -8), key=columns)
+
+
+EXERCISES = (
+    Exercise(stage_and_parities, solved_stage_and_parities, check_stage_and_parities),
+    Exercise(best_width, solved_best_width, check_best_width),
+)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from benchmarks.ladder_results import CHECKS, COURSE, code_digest
+from benchmarks.ladder_results import CHECKS, COURSE, SOLUTIONS, code_digest
 from docs.hooks import drawings
 from docs.hooks.repository import ROOT
 from gemmery.lab import ladder
@@ -106,7 +106,7 @@ class Rung:
 
         Args:
             part: "kernel", its kernels and what they are called by; "course", questions and exercises; "check", the
-                checks and measurements around them.
+                checks and measurements around them; "solutions", the solutions of its exercises.
         """
         lines = self.text.splitlines()
         first = self.tree.body[0].end_lineno or 0  # behind the explanation
@@ -120,14 +120,17 @@ class Rung:
         return re.sub(r"\n{4,}", "\n\n\n", "\n".join(kept)).strip()
 
     def _part(self, node: ast.stmt) -> str:
-        begun = [line for line, text in enumerate(self.text.splitlines(), 1) if text in (COURSE, CHECKS)]
+        heads = (COURSE, CHECKS, SOLUTIONS)
+        begun = [line for line, text in enumerate(self.text.splitlines(), 1) if text in heads]
         passed = sum(line < node.lineno for line in begun)
         if passed == 1:
             return "course"
+        if passed == len(heads) and not isinstance(node, ast.If):
+            return "solutions"
         around = isinstance(node, ast.Import | ast.ImportFrom | ast.If) or (
             isinstance(node, ast.FunctionDef) and node.name in AROUND
         )
-        return "check" if passed == 2 or around else "kernel"
+        return "check" if passed > 1 or around else "kernel"
 
     @cached_property
     def tasks(self) -> list[list[ast.FunctionDef]]:

@@ -4,9 +4,10 @@ import dataclasses
 import json
 import math
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -15,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks import ladder_results
 from docs.hooks import notebooks, rungs
 from gemmery.lab import ladder
 
@@ -164,12 +166,19 @@ def test_exercises_have_solutions(
     common: ModuleType, path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = common.rung(int(path.name[:2]))
+    lines = path.read_text(encoding="utf-8").splitlines()
     assert len(module.EXERCISES) == 2
     for i, exercise in enumerate(module.EXERCISES, 1):
         assert exercise.stub.__doc__.startswith(f"Exercise {i}: ")
-        with pytest.raises(NotImplementedError):
+        with pytest.raises(SystemExit) as ended:
             module.main(["--exercise", str(i)])
-        exercise.check(exercise.solution)
+        name = exercise.stub.__name__
+        told = re.fullmatch(rf"Write `{name}` in \S*{path.name}:(\d+)\. Hint: .+", ended.value.code)
+        assert told
+        assert lines[int(told[1]) - 1].startswith(f"def {name}(")
+        assert dataclasses.replace(exercise, stub=exercise.solution).review() is None
+        # Who writes an exercise does not see its solution.
+        assert exercise.solution.__code__.co_firstlineno > lines.index(ladder_results.SOLUTIONS)
     # As a reader does it: the stub is replaced.
     solved = tuple(dataclasses.replace(exercise, stub=exercise.solution) for exercise in module.EXERCISES)
     monkeypatch.setattr(module, "EXERCISES", solved)
@@ -177,6 +186,36 @@ def test_exercises_have_solutions(
         module.main(["--exercise", "2"])
     assert not ended.value.code
     assert "is right" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_wrong_answer_is_told_in_a_line(common: ModuleType, path: Path) -> None:
+    def nothing(*_: object) -> None: ...
+
+    def failing(*_: object) -> int:
+        return 1 // 0
+
+    for exercise in common.rung(int(path.name[:2])).EXERCISES:
+        told = dataclasses.replace(exercise, stub=nothing).review()
+        assert re.fullmatch(r"`nothing\(.*\)`: got None, wanted .+", told)
+        told = dataclasses.replace(exercise, stub=failing).review()
+        where = failing.__code__.co_firstlineno + 1
+        assert re.fullmatch(
+            rf"`failing\(.*\)` raises ZeroDivisionError in \S*{Path(__file__).name}:{where}: .+", told
+        )
+
+
+def test_a_wrong_answer_is_told_with_the_right_one(common: ModuleType) -> None:
+    masked, _ = common.rung(1).EXERCISES
+    told = dataclasses.replace(masked, stub=lambda n, block: n % block).review()
+    assert told.endswith("(1, 1024)`: got 1, wanted 1023 (1 elements in blocks of 1024)")
+    # A check that refuses the solution is the file's fault, and not the reader's.
+
+    def check(answer: Callable[[int, int], int]) -> None:
+        assert answer(1, 1024) == 0, "never"
+
+    with pytest.raises(AssertionError, match="never"):
+        dataclasses.replace(masked, stub=masked.solution, check=check).review()
 
 
 @pytest.mark.parametrize("number", [3, 5, 12])
