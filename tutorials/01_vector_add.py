@@ -7,7 +7,7 @@ kernel are arrays of `BLOCK` elements, and the compiler spreads them over the pr
     element    0        1024       2048      n-1
                |---------|----------|---------|  :  :
     program         0          1         2    ^--^
-                                              masked: these addresses are not ours
+                                              masked: these addresses are out of bounds
 
 A pointer plus an array of integers is an array of pointers. `n` is rarely a multiple of the block, so the last program
 would run past the end. A *mask* tells which elements exist. Masked elements are neither loaded nor stored.
@@ -25,7 +25,7 @@ Neural Network Computations", MAPL 2019. The limits of a machine: Williams, Wate
 much. Nothing is left to gain: it does one addition for each 12 bytes.
 
 *Where it loses.* 2**20 elements are 12.6 MB, which take 4 µs at that rate. The kernel takes 10 µs, and so does the
-copy: the first bytes take time to arrive, and the last programs take time to end.
+copy: the rest is the latency of the launch and of the memory, and the tail of the last programs.
 """
 
 from collections.abc import Callable, Sequence
@@ -56,7 +56,7 @@ BLOCK = 1024
 
 @triton.jit
 def add_kernel(x_ptr, y_ptr, out_ptr, n, BLOCK: tl.constexpr):
-    # Over 2**31 elements the position does not fit 32 bits, and program_id has 32.
+    # tl.program_id is a 32-bit integer, as CUDA numbers blocks. Beyond 2**31 elements, the index would overflow it.
     start = tl.program_id(0).to(tl.int64) * BLOCK
     index = start + tl.arange(0, BLOCK)
     inside = index < n

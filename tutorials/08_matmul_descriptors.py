@@ -133,7 +133,7 @@ def matmul_kernel(
 
 
 def check_descriptor(name: str, t: torch.Tensor) -> None:
-    """What the hardware wants of a matrix behind a descriptor."""
+    """What the hardware requires of a matrix behind a descriptor."""
     if 0 in t.shape:
         raise ValueError(f"{name}, {tuple(t.shape)}: a descriptor has no empty dimension; rung 7 takes it")
     if t.stride(1) != 1 or t.stride(0) * t.element_size() % 16 or t.data_ptr() % 16:

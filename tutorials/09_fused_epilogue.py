@@ -41,7 +41,7 @@ alone.
 *Where it loses.* torch also fuses the bias, in addmm, and its gelu is a pass over an output that is partly in L2. So
 there is less to gain than the count of passes suggests: torch takes 1.08 to 1.13 times as long for all three steps as
 for the product alone. At 4001x4104x4088 the product itself is slow, as in rung 8, and the fused epilogue does not make
-up for it: 0.79. In all of these kernels, the tensor cores are idle during the epilogue. Rung 10 runs it beside the
+up for it: 0.79. In all of these kernels, the tensor cores are idle during the epilogue. Rung 10 overlaps it with the
 products.
 """
 

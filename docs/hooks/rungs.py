@@ -25,6 +25,13 @@ RESULTS = ROOT / "benchmarks" / "results" / "ladder"
 RECORDED, SIZES, CODE, PROBES, PRINTED = (
     RESULTS / f"{name}.json" for name in ("rungs", "sizes", "code", "probes", "printed")
 )
+#: How the rungs time a call, `time_us` of `tutorials/_common.py`.
+PROTOCOL = (
+    "Protocol: each call is a CUDA graph, so the time of Python does not count. The L2 cache is overwritten before "
+    "each call. The time is the median of five rounds, in each of which the contenders run in a new order."
+)
+#: How the probes of `benchmarks/ladder.py` time a call, unless they use the protocol of the rungs.
+BURST = "Protocol: each call comes after a pause and finds its inputs in memory, not in the L2 cache."
 #: What is said of a rung that is newer than that.
 MISSING = "Not measured yet"
 #: Functions of a rung that are about it and not of it, besides those behind `CHECKS`.
@@ -43,10 +50,10 @@ LOOKS = {
 }
 #: Pictures that commands of gemmery draw, and what they show.
 COMMANDS = {
-    1: [("indices 100 70 40 --tile 64x64x32 --pid 3 --device H100",
-         "The same for matrices: what one program's pointers hold, and what its masks turn off.")],
     3: [("roofline 4096 4096 128 4096 4096 512 4096 4096 4096 --dtype fp16 --device H100",
          "A product of 4096 x 4096 x K under the roofline of an H100.")],
+    4: [("indices 100 70 40 --tile 64x64x32 --pid 3 --device H100",
+         "What the pointers of one program hold, and which elements its masks turn off.")],
     5: [("order 8192 8192 4096 --tile 128x128x64 --device H100",
          "Both orders on an H100: where each tile comes in time, and what is read from memory."),
         ("order 8192 8192 4096 --tile 128x128x64 --device \"RTX 3090\"",
@@ -259,8 +266,9 @@ def looks(number: int) -> Iterator[str]:
             cells = [f"{times[method]:.1f}" if method in times else "" for times in shapes.values()]
             lines.append(f"| {method} | {' | '.join(cells)} |")
         table = "\n".join(lines)
+        how = BURST if any(shape.startswith("burst") for shape in probes[name]["shapes"]) else PROTOCOL
         where = Recorded(probes[name]["measured"], {}).line()
-        yield _folded(title, f"{table}\n\nMeasured by `benchmarks/ladder.py` on {where}.")
+        yield _folded(title, f"{table}\n\n{how} Measured by `benchmarks/ladder.py` on {where}.")
 
 
 @functools.cache
@@ -429,7 +437,8 @@ def gained(rung: Rung, run: Recorded) -> tuple[str, ...]:
         return (f"{MISSING}. The other rungs were measured on {run.line()}.",)
     where = run.line(rung.number)
     measured = (
-        f"Ratios compare speeds: above 1, the rung is faster. The file itself measured this on {where}."
+        f"Ratios compare speeds within this run: above 1, the rung is faster. {PROTOCOL} The file itself measured this "
+        f"on {where}."
     )
     return gains(record), others(record), measured
 
@@ -442,7 +451,21 @@ def overview(run: Recorded) -> str:
         table="\n".join(_overview_rows(run)),
         line=run.line(),
         sizes=over_sizes(),
+        protocol=PROTOCOL,
+        burst=BURST,
+        apart=_apart(run),
     )
+
+
+def _apart(run: Recorded, shape: str = "8192x8192x8192") -> str:
+    """How far the runs of the rungs are apart, by the one call that most of them time."""
+    times = [
+        row.time_us
+        for record in run.records.values()
+        for row in record.rows
+        if (row.role, row.shape) == ("torch", shape) and row.time_us is not None
+    ]
+    return f"torch's product of {shape} takes {min(times):.0f} to {max(times):.0f} µs in {len(times)} of these runs"
 
 
 def over_sizes() -> str:
@@ -452,7 +475,7 @@ def over_sizes() -> str:
 
 
 def _overview_rows(run: Recorded) -> Iterator[str]:
-    yield "| rung | shape | time | over the rung before | over torch |"
+    yield "| rung | shape | time in its own run | over the rung before, same run | over torch, same run |"
     yield "| --- | --- | ---: | ---: | ---: |"
     for rung in rungs():
         name = f"[{rung.number} · {rung.title}]({place(rung)})"
