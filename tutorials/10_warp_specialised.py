@@ -232,9 +232,9 @@ def products(KIND, WIDTH, BLOCKS):
 
     A *matrix descriptor* says where a block is in shared memory, in units of 16 bytes, and how it lies: rows of 128
     bytes, swizzled, eight of them 1024 bytes apart from the next eight. The instruction takes 16 columns of K, which
-    are 32 bytes. A tile's first one replaces what is in the registers: `setp` makes a predicate of `adds`, without which
-    the instruction does not add. `wgmma.fence` orders it after earlier accesses to its registers. The last line waits
-    for the step *before*.
+    are 32 bytes. A tile's first one replaces what is in the registers: `setp` makes a predicate of `adds`, without
+    which the instruction does not add. `wgmma.fence` orders it after earlier accesses to its registers. The last line
+    waits for the step *before*.
     """
     numbers = WIDTH // 2  # of a thread, of each 64 rows
     a, w, adds = (f"${2 * BLOCKS * numbers + 4 * i}" for i in range(3))

@@ -356,7 +356,9 @@ def test_groups_touch_fewer_blocks(order: ModuleType) -> None:
 # The command
 
 
-def test_ladder_runs_a_rung_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ladder_runs_a_rung_alone(
+    common: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     written = tmp_path / "ladder.json"
     assert ladder.ladder([1], written) == 0
     (record,) = json.loads(written.read_text(encoding="utf-8"))
@@ -364,6 +366,10 @@ def test_ladder_runs_a_rung_alone(tmp_path: Path, capsys: pytest.CaptureFixture[
     out = capsys.readouterr().out
     assert "interpreter" in out
     assert "vector add with pointers" in " ".join(out.split())
+    # As the file does by itself.
+    for question in common.rung(1).QUESTIONS:
+        assert question.text in out
+        assert question.answer() in out
 
 
 def test_ladder_without_such_a_rung(capsys: pytest.CaptureFixture[str]) -> None:
@@ -371,16 +377,16 @@ def test_ladder_without_such_a_rung(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no rung 13: there are 1 to 12" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("only", [[], [1]])
 def test_ladder_reports_a_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], only: list[int]
 ) -> None:
     broken = tmp_path / "01_broken.py"
     broken.write_text("print('so far')\nraise SystemExit('and no further')\n", encoding="utf-8")
     monkeypatch.setattr(ladder, "tutorial_files", lambda: {1: broken})
-    assert ladder.ladder() == 1
+    assert ladder.ladder(only) == 1
     out = capsys.readouterr().out
-    assert "so far" in out
-    assert "and no further" in out
+    assert out.count("so far") == out.count("and no further") == 1
 
 
 def test_gains() -> None:
