@@ -56,7 +56,8 @@ BLOCK = 1024
 
 @triton.jit
 def add_kernel(x_ptr, y_ptr, out_ptr, n, BLOCK: tl.constexpr):
-    # tl.program_id is a 32-bit integer, as CUDA numbers blocks. Beyond 2**31 elements, the index would overflow it.
+    # tl.program_id has 32 bits, as CUDA's block numbers have.
+    # Beyond 2**31 elements, the index would overflow.
     start = tl.program_id(0).to(tl.int64) * BLOCK
     index = start + tl.arange(0, BLOCK)
     inside = index < n

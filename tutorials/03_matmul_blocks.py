@@ -25,8 +25,8 @@ per byte, enough for the caches to keep up with the tensor cores. Larger tiles r
 longer fits into the registers.
 
 `tl.dot` uses the tensor cores. It multiplies float16 blocks and sums in float32, because a float16 sum of thousands of
-numbers would lose the small ones. The compiler *pipelines* the loop: with `num_stages=3`, the next blocks are loaded
-while one block is multiplied.
+numbers would lose the small ones. The loop's iterations are called *steps*. The compiler *pipelines* them: with
+`num_stages=3`, the blocks of the next steps are loaded while those of one step are multiplied.
 
 To keep this first product short, windows are not checked against bounds, so M, N and K must be multiples of the block.
 The next rung removes this limit. As in rung 2, there is a kernel with block pointers, and one with descriptors for

@@ -30,6 +30,8 @@ PROTOCOL = (
     "Protocol: each call is a CUDA graph, so the time of Python does not count. The L2 cache is overwritten before "
     "each call. The time is the median of five rounds, in each of which the contenders run in a new order."
 )
+#: What a row without a rate has measured instead.
+HOST = "Host time is the opposite: what Python and C++ take until a call is queued, without a CUDA graph."
 #: How the probes of `benchmarks/ladder.py` time a call, unless they use the protocol of the rungs.
 BURST = "Protocol: each call comes after a pause and finds its inputs in memory, not in the L2 cache."
 #: What is said of a rung that is newer than that.
@@ -436,8 +438,9 @@ def gained(rung: Rung, run: Recorded) -> tuple[str, ...]:
     if record is None:
         return (f"{MISSING}. The other rungs were measured on {run.line()}.",)
     where = run.line(rung.number)
+    host = " " + HOST if any(gain.rate is None for gain in ladder.gains(record.rows)) else ""
     measured = (
-        f"Ratios compare speeds within this run: above 1, the rung is faster. {PROTOCOL} The file itself measured this "
+        f"Ratios compare speeds within this run: above 1, the rung is faster. {PROTOCOL}{host} The file itself measured this "
         f"on {where}."
     )
     return gains(record), others(record), measured
@@ -465,7 +468,7 @@ def _apart(run: Recorded, shape: str = "8192x8192x8192") -> str:
         for row in record.rows
         if (row.role, row.shape) == ("torch", shape) and row.time_us is not None
     ]
-    return f"torch's product of {shape} takes {min(times):.0f} to {max(times):.0f} µs in {len(times)} of these runs"
+    return f"torch's product of {shape} takes {min(times):.0f} to {max(times):.0f} µs in {len(times)} of them"
 
 
 def over_sizes() -> str:

@@ -437,6 +437,31 @@ def test_a_rung_asks_and_explains(rung):
 
 
 @pytest.mark.parametrize("rung", rungs.rungs(), ids=lambda rung: rung.path.stem)
+def test_each_table_of_a_rung_names_its_protocol(rung):
+    run = rungs.recorded()
+    (*_, said) = rungs.gained(rung, run)
+    assert rungs.PROTOCOL in said
+    assert (rungs.HOST in said) == any(
+        row.rate is None for row in run.records[rung.number].rows if row.time_us
+    )
+    for look in rungs.looks(rung.number):
+        assert (rungs.PROTOCOL in look) != (rungs.BURST in look)
+
+
+def test_the_ladders_first_page_says_how_far_its_runs_are_apart():
+    page, run = rungs.overview(rungs.recorded()), rungs.recorded()
+    times = [
+        row.time_us
+        for record in run.records.values()
+        for row in record.rows
+        if row.name == "torch" and row.shape == "8192x8192x8192" and row.time_us
+    ]
+    assert f"takes {min(times):.0f} to {max(times):.0f} µs in {len(times)} of them" in page
+    assert rungs.PROTOCOL in page
+    assert rungs.BURST in page
+
+
+@pytest.mark.parametrize("rung", rungs.rungs(), ids=lambda rung: rung.path.stem)
 def test_a_notebook_has_all_of_a_rung(rung):
     cells = notebooks.notebook(rung)["cells"]
     code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
