@@ -9,7 +9,7 @@ separate kernels, the product is written to memory and read again, twice:
     fused       product, bias, gelu in registers -> out
                 write MN
 
-For 4096 x 14336 in float16, each pass over the output is 117 MB, which takes some 40 µs at 3 TB/s. The arithmetic is
+For 4096 x 14336 in float16, each pass over the output is 117 MB, which takes about 40 µs at 3 TB/s. The arithmetic is
 only partly hidden: while threads compute the gelu, they start no products, but the loads of the next tile continue.
 The last lines of the benchmark compare it with the bare product of rung 8.
 

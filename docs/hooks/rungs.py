@@ -440,8 +440,8 @@ def gained(rung: Rung, run: Recorded) -> tuple[str, ...]:
     where = run.line(rung.number)
     host = " " + HOST if any(gain.rate is None for gain in ladder.gains(record.rows)) else ""
     measured = (
-        f"Ratios compare speeds within this run: above 1, the rung is faster. {PROTOCOL}{host} The file itself measured this "
-        f"on {where}."
+        f"Ratios compare speeds within this run: above 1, the rung is faster. {PROTOCOL}{host} The file itself "
+        f"measured this on {where}."
     )
     return gains(record), others(record), measured
 
