@@ -16,16 +16,43 @@ from pathlib import Path
 from typing import Any
 
 OUT = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "ladder"
-#: Comments in a rung's file above its questions and exercises, and above what it measures.
+#: Comments in a rung's file above its questions and exercises, above what it measures, and above its solutions.
 COURSE, CHECKS = "# Predict before you run, and exercises", "# The check and the measurement"
+SOLUTIONS = "# Solutions of the exercises"
+#: What of `tutorials/_common.py` decides what a rung prints: its inputs, errors, times and tables.
+SHARED = {
+    "ROUNDS", "bench_products", "captured", "compare", "normal", "poisoned", "print_rows", "relative_error", "time_us",
+}  # fmt: skip
 HEADER = ("gpu", "torch", "triton", "cuda", "commit", "date")
 
 
 def code_digest(path: Path) -> str:
-    """A digest of the code that decides what a rung prints: without imports, questions, docstrings and comments."""
+    """A digest of the code that decides what a rung prints.
+
+    It covers the rung's file, the rungs that it loads, and what `SHARED` names of the common file. Imports, docstrings,
+    comments and the course (the questions and the exercises with their solutions) do not count.
+    """
+    files: set[Path] = set()
+    new = {path}
+    while new:
+        files |= new
+        numbers = {number for file in new for number in _loaded(_parsed(file))}
+        new = {file for number in numbers for file in path.parent.glob(f"{number:02d}_*.py")} - files
+    parts = [_code(file, _course(file)) for file in sorted(files)]
+    common = path.parent / "_common.py"
+    parts.append(_code(common, _unshared(common)))
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def _code(path: Path, left_out: set[int]) -> str:
+    """The lines of a file without imports, docstrings, comments, and the lines that are left out."""
     text = path.read_text(encoding="utf-8")
     lines = text.splitlines()
-    left_out = set(range(lines.index(COURSE) + 1, lines.index(CHECKS) + 1))
+    left_out = set(left_out)
     for node in ast.walk(ast.parse(text)):
         told = (
             isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
@@ -38,8 +65,39 @@ def code_digest(path: Path) -> str:
         if token.type == tokenize.COMMENT:
             row, column = token.start
             lines[row - 1] = lines[row - 1][:column].rstrip()
-    kept = (line for number, line in enumerate(lines, 1) if number not in left_out and line)
-    return hashlib.sha256("\n".join(kept).encode()).hexdigest()
+    return "\n".join(line for number, line in enumerate(lines, 1) if number not in left_out and line)
+
+
+def _course(path: Path) -> set[int]:
+    """The lines of a rung's questions and exercises."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    found = set(range(lines.index(COURSE) + 1, lines.index(CHECKS) + 1))
+    if SOLUTIONS in lines:
+        found |= set(range(lines.index(SOLUTIONS) + 1, _parsed(path).body[-1].lineno))
+    return found
+
+
+def _loaded(tree: ast.Module) -> set[int]:
+    """The numbers of the rungs that a rung loads, by `rung(NUMBER)`."""
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+    return {
+        call.args[0].value
+        for call in calls
+        if isinstance(call.func, ast.Name)
+        and call.func.id == "rung"
+        and isinstance(call.args[0], ast.Constant)
+    }
+
+
+def _unshared(path: Path) -> set[int]:
+    """The lines of the common file's statements that `SHARED` does not name."""
+    tree = _parsed(path)
+    kept: set[int] = set()
+    for node in tree.body:
+        names = [getattr(node, "name", "")] + [ast.unparse(x) for x in getattr(node, "targets", ())]
+        if SHARED.intersection(names):
+            kept |= set(range(node.lineno, (node.end_lineno or 0) + 1))
+    return set(range(1, (tree.body[-1].end_lineno or 0) + 1)) - kept
 
 
 def read(path: Path) -> dict[str, Any]:

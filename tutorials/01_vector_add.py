@@ -7,7 +7,7 @@ kernel are arrays of `BLOCK` elements, and the compiler spreads them over the pr
     element    0        1024       2048      n-1
                |---------|----------|---------|  :  :
     program         0          1         2    ^--^
-                                              masked: these addresses are not ours
+                                              masked: these addresses are out of bounds
 
 A pointer plus an array of integers is an array of pointers. `n` is rarely a multiple of the block, so the last program
 would run past the end. A *mask* tells which elements exist. Masked elements are neither loaded nor stored.
@@ -25,7 +25,7 @@ Neural Network Computations", MAPL 2019. The limits of a machine: Williams, Wate
 much. Nothing is left to gain: it does one addition for each 12 bytes.
 
 *Where it loses.* 2**20 elements are 12.6 MB, which take 4 µs at that rate. The kernel takes 10 µs, and so does the
-copy: the first bytes take time to arrive, and the last programs take time to end.
+copy: the rest is the latency of the launch and of the memory, and the tail of the last programs.
 """
 
 from collections.abc import Callable, Sequence
@@ -56,7 +56,8 @@ BLOCK = 1024
 
 @triton.jit
 def add_kernel(x_ptr, y_ptr, out_ptr, n, BLOCK: tl.constexpr):
-    # Over 2**31 elements the position does not fit 32 bits, and program_id has 32.
+    # tl.program_id has 32 bits, as CUDA's block numbers have.
+    # Beyond 2**31 elements, the index would overflow.
     start = tl.program_id(0).to(tl.int64) * BLOCK
     index = start + tl.arange(0, BLOCK)
     inside = index < n
@@ -118,10 +119,6 @@ def masked(n: int, block: int) -> int:
     raise NotImplementedError("count the programs first, then what they have room for")
 
 
-def solved_masked(n: int, block: int) -> int:
-    return triton.cdiv(n, block) * block - n
-
-
 def check_masked(answer: Callable[[int, int], int]) -> None:
     for n, block in ((1, 1024), (1024, 1024), (1025, 1024), (7919, 256)):
         inside = sum(
@@ -137,21 +134,11 @@ def place_of(index: int, block: int) -> tuple[int, int]:
     raise NotImplementedError("turn `start + tl.arange(0, BLOCK)` around")
 
 
-def solved_place_of(index: int, block: int) -> tuple[int, int]:
-    return index // block, index % block
-
-
 def check_place_of(answer: Callable[[int, int], tuple[int, int]]) -> None:
     for index in (0, 1023, 1024, 2**31 + 5):
         program, place = answer(index, 1024)
         assert 0 <= place < 1024, f"element {index}: a block has places 0 to 1023"
         assert program * 1024 + place == index, f"element {index}: that is another one's place"
-
-
-EXERCISES = (
-    Exercise(masked, solved_masked, check_masked),
-    Exercise(place_of, solved_place_of, check_place_of),
-)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -192,6 +179,24 @@ def bench() -> list[Row]:
 
 def main(arguments: Sequence[str] | None = None) -> Record:
     return run(NUMBER, TITLE, check, bench, arguments, QUESTIONS, EXERCISES)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Solutions of the exercises
+
+
+def solved_masked(n: int, block: int) -> int:
+    return triton.cdiv(n, block) * block - n
+
+
+def solved_place_of(index: int, block: int) -> tuple[int, int]:
+    return index // block, index % block
+
+
+EXERCISES = (
+    Exercise(masked, solved_masked, check_masked),
+    Exercise(place_of, solved_place_of, check_place_of),
+)
 
 
 if __name__ == "__main__":

@@ -160,18 +160,6 @@ def offsets(
     raise NotImplementedError("the element (i, j) of a matrix with C columns is at offset i * C + j")
 
 
-def solved_offsets(
-    corner: tuple[int, int], block: tuple[int, int], shape: tuple[int, int]
-) -> list[list[int | None]]:
-    return [
-        [
-            i * shape[1] + j if i < shape[0] and j < shape[1] else None
-            for j in range(corner[1], corner[1] + block[1])
-        ]
-        for i in range(corner[0], corner[0] + block[0])
-    ]
-
-
 def check_offsets(answer: Callable[..., list[list[int | None]]]) -> None:
     assert answer((0, 0), (2, 2), (5, 10)) == [[0, 1], [10, 11]], "the window at the beginning"
     assert answer((4, 8), (2, 3), (5, 10)) == [[48, 49, None], [None, None, None]], "a window that sticks out"
@@ -184,24 +172,12 @@ def takes(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, addre
     )
 
 
-def solved_takes(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, address: int) -> bool:
-    return strides[-1] == 1 and not any(
-        x % 16 for x in (address, *(stride * itemsize for stride in strides[:-1]))
-    )
-
-
 def check_takes(answer: Callable[..., bool]) -> None:
     assert answer((64, 64), (64, 1), 2, 0x1000), "a contiguous matrix"
     assert answer((64, 60), (64, 1), 2, 0x1010), "columns of a wider one"
     assert not answer((64, 64), (1, 64), 2, 0x1000), "a transposed one"
     assert not answer((64, 60), (60, 1), 2, 0x1000), "rows of 120 bytes"
     assert not answer((64, 64), (64, 1), 2, 0x1002), "one that begins at its second element"
-
-
-EXERCISES = (
-    Exercise(offsets, solved_offsets, check_offsets),
-    Exercise(takes, solved_takes, check_takes),
-)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -273,6 +249,34 @@ def bench() -> list[Row]:
 
 def main(arguments: Sequence[str] | None = None) -> Record:
     return run(NUMBER, TITLE, check, bench, arguments, QUESTIONS, EXERCISES)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Solutions of the exercises
+
+
+def solved_offsets(
+    corner: tuple[int, int], block: tuple[int, int], shape: tuple[int, int]
+) -> list[list[int | None]]:
+    return [
+        [
+            i * shape[1] + j if i < shape[0] and j < shape[1] else None
+            for j in range(corner[1], corner[1] + block[1])
+        ]
+        for i in range(corner[0], corner[0] + block[0])
+    ]
+
+
+def solved_takes(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, address: int) -> bool:
+    return strides[-1] == 1 and not any(
+        x % 16 for x in (address, *(stride * itemsize for stride in strides[:-1]))
+    )
+
+
+EXERCISES = (
+    Exercise(offsets, solved_offsets, check_offsets),
+    Exercise(takes, solved_takes, check_takes),
+)
 
 
 if __name__ == "__main__":

@@ -25,8 +25,8 @@ per byte, enough for the caches to keep up with the tensor cores. Larger tiles r
 longer fits into the registers.
 
 `tl.dot` uses the tensor cores. It multiplies float16 blocks and sums in float32, because a float16 sum of thousands of
-numbers would lose the small ones. The compiler *pipelines* the loop: with `num_stages=3`, the next blocks are loaded
-while one block is multiplied.
+numbers would lose the small ones. The loop's iterations are called *steps*. The compiler *pipelines* them: with
+`num_stages=3`, the blocks of the next steps are loaded while those of one step are multiplied.
 
 To keep this first product short, windows are not checked against bounds, so M, N and K must be multiples of the block.
 The next rung removes this limit. As in rung 2, there is a kernel with block pointers, and one with descriptors for
@@ -45,9 +45,10 @@ The products are the same. So the difference at 4096, 245 µs against 227 µs, i
 its bytes for each tile are the same as at 4096, so they do not explain this. On an H200, which has faster memory, it
 was the faster one at 8192, too.
 
-A tile of 128 x 128 is small for Hopper. Each warpgroup multiplies 64 x 128, and each number of w is used only 128
-times. Rung 6 finds that twice the width gains more than any earlier change. For small products, the small tile is
-better: at 2048 there are 256 of them for 132 multiprocessors, but only 128 wide ones.
+A tile of 128 x 128 is small for Hopper. Each warpgroup (four warps, which share one instruction of Hopper's tensor
+cores) multiplies 64 x 128, and each number of w is used only 128 times. Rung 6 finds that twice the width gains more
+than any earlier change. For small products, the small tile is better: at 2048 there are 256 of them for 132
+multiprocessors, but only 128 wide ones.
 """
 
 import warnings
@@ -112,7 +113,7 @@ def matmul_block_pointers(
 def matmul_descriptors(a, w, out, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
     row = tl.program_id(1) * BLOCK_M
     col = tl.program_id(0) * BLOCK_N
-    tl.assume(K > 0)  # rung 6 says what this is good for
+    tl.assume(K > 0)  # lets the compiler pipeline the loop: rung 6 explains it
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in range(0, K, BLOCK_K):
         acc = tl.dot(a.load([row, k]), w.load([col, k]).T, acc)
@@ -172,7 +173,7 @@ def bound_answer() -> str:
 
 
 def time_answer() -> str:
-    return f"{predicted(4096, 4096, 4096)}. An H100 multiplies as fast. The table shows what a first kernel reaches."
+    return f"{predicted(4096, 4096, 4096)}. An H100 multiplies as fast. A first kernel takes longer."
 
 
 QUESTIONS = (
@@ -193,10 +194,6 @@ def intensity(M: int, N: int, K: int) -> float:
     raise NotImplementedError("2 * M * N * K operations, and two bytes for each number of a, w and out")
 
 
-def solved_intensity(M: int, N: int, K: int) -> float:
-    return 2 * M * N * K / (2 * (M * K + N * K + M * N))
-
-
 def check_intensity(answer: Callable[[int, int, int], float]) -> None:
     assert answer(4096, 4096, 4096) == 4096 / 3
     assert answer(1, 8192, 8192) < 1, "one row of x: hardly an operation a byte"
@@ -207,19 +204,9 @@ def tile_intensity(block_m: int, block_n: int) -> float:
     raise NotImplementedError("look at one column of a and one of w: block_m + block_n numbers of two bytes")
 
 
-def solved_tile_intensity(block_m: int, block_n: int) -> float:
-    return 2 * block_m * block_n / (2 * (block_m + block_n))
-
-
 def check_tile_intensity(answer: Callable[[int, int], float]) -> None:
     assert answer(128, 128) == 64
     assert answer(64, 256) < answer(128, 128) < answer(128, 256), "square and large tiles load least"
-
-
-EXERCISES = (
-    Exercise(intensity, solved_intensity, check_intensity),
-    Exercise(tile_intensity, solved_tile_intensity, check_tile_intensity),
-)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -251,6 +238,24 @@ def bench() -> list[Row]:
 
 def main(arguments: Sequence[str] | None = None) -> Record:
     return run(NUMBER, TITLE, check, bench, arguments, QUESTIONS, EXERCISES)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Solutions of the exercises
+
+
+def solved_intensity(M: int, N: int, K: int) -> float:
+    return 2 * M * N * K / (2 * (M * K + N * K + M * N))
+
+
+def solved_tile_intensity(block_m: int, block_n: int) -> float:
+    return 2 * block_m * block_n / (2 * (block_m + block_n))
+
+
+EXERCISES = (
+    Exercise(intensity, solved_intensity, check_intensity),
+    Exercise(tile_intensity, solved_tile_intensity, check_tile_intensity),
+)
 
 
 if __name__ == "__main__":

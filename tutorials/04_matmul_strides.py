@@ -161,10 +161,6 @@ def offset(i: int, j: int, strides: tuple[int, int]) -> int:
     raise NotImplementedError("one product for each dimension")
 
 
-def solved_offset(i: int, j: int, strides: tuple[int, int]) -> int:
-    return i * strides[0] + j * strides[1]
-
-
 def check_offset(answer: Callable[[int, int, tuple[int, int]], int]) -> None:
     base = torch.arange(48)
     views = base.reshape(6, 8), base.reshape(6, 8).T, base.reshape(6, 8)[:, ::3], base[:8].expand(6, 8)
@@ -178,19 +174,9 @@ def load_bytes(row_stride: int, itemsize: int) -> int:
     raise NotImplementedError("every row must begin at a multiple of it; the base begins at one of 16")
 
 
-def solved_load_bytes(row_stride: int, itemsize: int) -> int:
-    return next(width for width in (16, 8, 4, 2) if row_stride * itemsize % width == 0)
-
-
 def check_load_bytes(answer: Callable[[int, int], int]) -> None:
     for stride, expected in ((4096, 16), (4092, 8), (4094, 4), (4093, 2)):
         assert answer(stride, 2) == expected, f"rows of {stride} float16 numbers: {expected} bytes"
-
-
-EXERCISES = (
-    Exercise(offset, solved_offset, check_offset),
-    Exercise(load_bytes, solved_load_bytes, check_load_bytes),
-)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -238,6 +224,24 @@ def bench() -> list[Row]:
 
 def main(arguments: Sequence[str] | None = None) -> Record:
     return run(NUMBER, TITLE, check, bench, arguments, QUESTIONS, EXERCISES)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Solutions of the exercises
+
+
+def solved_offset(i: int, j: int, strides: tuple[int, int]) -> int:
+    return i * strides[0] + j * strides[1]
+
+
+def solved_load_bytes(row_stride: int, itemsize: int) -> int:
+    return next(width for width in (16, 8, 4, 2) if row_stride * itemsize % width == 0)
+
+
+EXERCISES = (
+    Exercise(offset, solved_offset, check_offset),
+    Exercise(load_bytes, solved_load_bytes, check_load_bytes),
+)
 
 
 if __name__ == "__main__":

@@ -231,13 +231,6 @@ def place_of(tile: int, tiles_m: int, tiles_n: int, group: int) -> tuple[int, in
     raise NotImplementedError("the group, its first row, how many rows it has, then the place within it")
 
 
-def solved_place(tile: int, tiles_m: int, tiles_n: int, group: int) -> tuple[int, int]:
-    first = tile // (group * tiles_n) * group
-    rows = min(tiles_m - first, group)
-    inside = tile % (group * tiles_n)
-    return first + inside % rows, inside // rows
-
-
 def check_place_of(answer: Callable[[int, int, int, int], tuple[int, int]]) -> None:
     for tiles_m, tiles_n, group in ((8, 8, 4), (7, 6, 3), (2, 5, 8)):
         expected = places(tiles_m, tiles_n, group, "written out")
@@ -252,21 +245,11 @@ def best_group(in_flight: int) -> int:
     raise NotImplementedError("a group of g rows has in_flight / g columns: find the least sum of both")
 
 
-def solved_best_group(in_flight: int) -> int:
-    return min(range(1, in_flight + 1), key=lambda group: group + triton.cdiv(in_flight, group))
-
-
 def check_best_group(answer: Callable[[int], int]) -> None:
     for in_flight in (16, 64, 132):
         group = answer(in_flight)
         least = min(rows + triton.cdiv(in_flight, rows) for rows in range(1, in_flight + 1))
         assert group + triton.cdiv(in_flight, group) == least, f"{in_flight} tiles: {least} blocks will do"
-
-
-EXERCISES = (
-    Exercise(place_of, solved_place, check_place_of),
-    Exercise(best_group, solved_best_group, check_best_group),
-)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -315,6 +298,27 @@ def main(arguments: Sequence[str] | None = None) -> Record:
     for group in (1, 2, 4, 8, 16, 32):
         print(f"  groups of {group:2d}: {blocks_touched(64, 64, group, 128):5.1f}")
     return record
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Solutions of the exercises
+
+
+def solved_place(tile: int, tiles_m: int, tiles_n: int, group: int) -> tuple[int, int]:
+    first = tile // (group * tiles_n) * group
+    rows = min(tiles_m - first, group)
+    inside = tile % (group * tiles_n)
+    return first + inside % rows, inside // rows
+
+
+def solved_best_group(in_flight: int) -> int:
+    return min(range(1, in_flight + 1), key=lambda group: group + triton.cdiv(in_flight, group))
+
+
+EXERCISES = (
+    Exercise(place_of, solved_place, check_place_of),
+    Exercise(best_group, solved_best_group, check_best_group),
+)
 
 
 if __name__ == "__main__":

@@ -193,10 +193,6 @@ def shared_bytes(block_m: int, block_n: int, block_k: int, stages: int) -> int:
     raise NotImplementedError("each stage has a block of a and a block of b")
 
 
-def solved_shared_bytes(block_m: int, block_n: int, block_k: int, stages: int) -> int:
-    return stages * (block_m + block_n) * block_k * 2
-
-
 def check_shared_bytes(answer: Callable[[int, int, int, int], int]) -> None:
     assert answer(128, 128, 64, 3) == 98304
     assert answer(128, 256, 64, 4) == 196608
@@ -212,26 +208,10 @@ def fitting(
     raise NotImplementedError("a thread has block_m * block_n / (32 * warps) numbers of the accumulator")
 
 
-def solved_fitting(
-    configs: Sequence[tuple[int, int, int, int, int]], shared: int
-) -> list[tuple[int, int, int, int, int]]:
-    return [
-        (m, n, k, warps, stages)
-        for m, n, k, warps, stages in configs
-        if solved_shared_bytes(m, n, k, stages) <= shared and m * n / (32 * warps) <= 128
-    ]
-
-
 def check_fitting(answer: Callable[..., list[tuple[int, int, int, int, int]]]) -> None:
     configs = [(128, 256, 64, 8, 4), (128, 256, 64, 8, 5), (128, 256, 64, 4, 3), (64, 64, 64, 4, 4)]
     assert answer(configs, 232448) == [configs[0], configs[3]], "an H100"
     assert answer(configs, 101376) == [configs[3]], "a GeForce of the RTX 40 series"
-
-
-EXERCISES = (
-    Exercise(shared_bytes, solved_shared_bytes, check_shared_bytes),
-    Exercise(fitting, solved_fitting, check_fitting),
-)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -272,6 +252,30 @@ def print_winners(tuner: Any) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> Record:
     return run(NUMBER, TITLE, check, bench, arguments, QUESTIONS, EXERCISES)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Solutions of the exercises
+
+
+def solved_shared_bytes(block_m: int, block_n: int, block_k: int, stages: int) -> int:
+    return stages * (block_m + block_n) * block_k * 2
+
+
+def solved_fitting(
+    configs: Sequence[tuple[int, int, int, int, int]], shared: int
+) -> list[tuple[int, int, int, int, int]]:
+    return [
+        (m, n, k, warps, stages)
+        for m, n, k, warps, stages in configs
+        if solved_shared_bytes(m, n, k, stages) <= shared and m * n / (32 * warps) <= 128
+    ]
+
+
+EXERCISES = (
+    Exercise(shared_bytes, solved_shared_bytes, check_shared_bytes),
+    Exercise(fitting, solved_fitting, check_fitting),
+)
 
 
 if __name__ == "__main__":

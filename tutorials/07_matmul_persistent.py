@@ -192,10 +192,6 @@ def tiles_of(program: int, tiles: int, programs: int) -> list[int]:
     raise NotImplementedError("the kernel's loop over tiles, as a list")
 
 
-def solved_tiles_of(program: int, tiles: int, programs: int) -> list[int]:
-    return list(range(program, tiles, programs))
-
-
 def check_tiles_of(answer: Callable[[int, int, int], list[int]]) -> None:
     for tiles, programs in ((512, 132), (100, 132), (264, 132)):
         found = [answer(program, tiles, programs) for program in range(programs)]
@@ -210,20 +206,10 @@ def busy(tiles: int, programs: int) -> float:
     raise NotImplementedError("the time is that of the program with the most tiles")
 
 
-def solved_busy(tiles: int, programs: int) -> float:
-    return tiles / (triton.cdiv(tiles, programs) * programs)
-
-
 def check_busy(answer: Callable[[int, int], float]) -> None:
     assert answer(264, 132) == 1, "two whole waves"
     assert answer(133, 132) == 133 / 264, "a wave and one tile"
     assert answer(33, 132) == 0.25, "a fourth of a wave"
-
-
-EXERCISES = (
-    Exercise(tiles_of, solved_tiles_of, check_tiles_of),
-    Exercise(busy, solved_busy, check_busy),
-)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -262,6 +248,24 @@ def bench() -> list[Row]:
 
 def main(arguments: Sequence[str] | None = None) -> Record:
     return run(NUMBER, TITLE, check, bench, arguments, QUESTIONS, EXERCISES)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Solutions of the exercises
+
+
+def solved_tiles_of(program: int, tiles: int, programs: int) -> list[int]:
+    return list(range(program, tiles, programs))
+
+
+def solved_busy(tiles: int, programs: int) -> float:
+    return tiles / (triton.cdiv(tiles, programs) * programs)
+
+
+EXERCISES = (
+    Exercise(tiles_of, solved_tiles_of, check_tiles_of),
+    Exercise(busy, solved_busy, check_busy),
+)
 
 
 if __name__ == "__main__":

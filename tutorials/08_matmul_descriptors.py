@@ -133,7 +133,7 @@ def matmul_kernel(
 
 
 def check_descriptor(name: str, t: torch.Tensor) -> None:
-    """What the hardware wants of a matrix behind a descriptor."""
+    """What the hardware requires of a matrix behind a descriptor."""
     if 0 in t.shape:
         raise ValueError(f"{name}, {tuple(t.shape)}: a descriptor has no empty dimension; rung 7 takes it")
     if t.stride(1) != 1 or t.stride(0) * t.element_size() % 16 or t.data_ptr() % 16:
@@ -206,10 +206,6 @@ def stages(block_m: int, block_n: int, block_k: int, stored: int) -> int:
     )
 
 
-def solved_stages(block_m: int, block_n: int, block_k: int, stored: int) -> int:
-    return (232448 - 256 - block_m * stored * 2) // ((block_m + block_n) * block_k * 2)
-
-
 def check_stages(answer: Callable[[int, int, int, int], int]) -> None:
     assert answer(128, 256, 64, 256) == 3
     assert answer(128, 256, 64, 128) == 4
@@ -223,23 +219,11 @@ def halves(tile: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
-def solved_halves(tile: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    rows, cols = tile.shape
-    left, right = tile.reshape(rows, 2, cols // 2).permute(0, 2, 1).unbind(-1)
-    return left, right
-
-
 def check_halves(answer: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]) -> None:
     tile = torch.arange(24).reshape(3, 8)
     left, right = answer(tile)
     assert torch.equal(left, tile[:, :4]), "the left half"
     assert torch.equal(right, tile[:, 4:]), "the right half"
-
-
-EXERCISES = (
-    Exercise(stages, solved_stages, check_stages),
-    Exercise(halves, solved_halves, check_halves),
-)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -277,6 +261,26 @@ def bench() -> list[Row]:
 
 def main(arguments: Sequence[str] | None = None) -> Record:
     return run(NUMBER, TITLE, check, bench, arguments, QUESTIONS, EXERCISES)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Solutions of the exercises
+
+
+def solved_stages(block_m: int, block_n: int, block_k: int, stored: int) -> int:
+    return (232448 - 256 - block_m * stored * 2) // ((block_m + block_n) * block_k * 2)
+
+
+def solved_halves(tile: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, cols = tile.shape
+    left, right = tile.reshape(rows, 2, cols // 2).permute(0, 2, 1).unbind(-1)
+    return left, right
+
+
+EXERCISES = (
+    Exercise(stages, solved_stages, check_stages),
+    Exercise(halves, solved_halves, check_halves),
+)
 
 
 if __name__ == "__main__":

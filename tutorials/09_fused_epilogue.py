@@ -9,7 +9,7 @@ separate kernels, the product is written to memory and read again, twice:
     fused       product, bias, gelu in registers -> out
                 write MN
 
-For 4096 x 14336 in float16, each pass over the output is 117 MB, which takes some 40 µs at 3 TB/s. The arithmetic is
+For 4096 x 14336 in float16, each pass over the output is 117 MB, which takes about 40 µs at 3 TB/s. The arithmetic is
 only partly hidden: while threads compute the gelu, they start no products, but the loads of the next tile continue.
 The last lines of the benchmark compare it with the bare product of rung 8.
 
@@ -41,7 +41,7 @@ alone.
 *Where it loses.* torch also fuses the bias, in addmm, and its gelu is a pass over an output that is partly in L2. So
 there is less to gain than the count of passes suggests: torch takes 1.08 to 1.13 times as long for all three steps as
 for the product alone. At 4001x4104x4088 the product itself is slow, as in rung 8, and the fused epilogue does not make
-up for it: 0.79. In all of these kernels, the tensor cores are idle during the epilogue. Rung 10 runs it beside the
+up for it: 0.79. In all of these kernels, the tensor cores are idle during the epilogue. Rung 10 overlaps it with the
 products.
 """
 
@@ -238,10 +238,6 @@ def traffic(M: int, N: int, fused: bool) -> int:
     raise NotImplementedError("count the passes over the output: five apart, one fused; the bias is small")
 
 
-def solved_traffic(M: int, N: int, fused: bool) -> int:
-    return M * N * 2 * (1 if fused else 5)
-
-
 def check_traffic(answer: Callable[[int, int, bool], int]) -> None:
     assert answer(4096, 14336, True) == 117440512
     assert answer(100, 10, False) == 10000
@@ -252,22 +248,10 @@ def gelu(x: torch.Tensor) -> torch.Tensor:
     raise NotImplementedError("max(x, 0) - a * 2 ** (polynomial of a - 1), where a = min(|x|, 6)")
 
 
-def solved_gelu(x: torch.Tensor) -> torch.Tensor:
-    a = x.abs().clamp(max=6)
-    exponent = sum(factor * a ** (i + 1) for i, factor in enumerate(fitted()))
-    return x.clamp(min=0) - a * torch.exp2(exponent - 1)
-
-
 def check_gelu(answer: Callable[[torch.Tensor], torch.Tensor]) -> None:
     x = torch.linspace(-50, 50, 100001, dtype=torch.float64)
     wrong = (answer(x) - F.gelu(x)).abs().max()
     assert wrong < 1e-6, f"off by {wrong:.1e}; float16 does not show 1e-6"
-
-
-EXERCISES = (
-    Exercise(traffic, solved_traffic, check_traffic),
-    Exercise(gelu, solved_gelu, check_gelu),
-)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -336,6 +320,26 @@ def bench() -> list[Row]:
 
 def main(arguments: Sequence[str] | None = None) -> Record:
     return run(NUMBER, TITLE, check, bench, arguments, QUESTIONS, EXERCISES)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Solutions of the exercises
+
+
+def solved_traffic(M: int, N: int, fused: bool) -> int:
+    return M * N * 2 * (1 if fused else 5)
+
+
+def solved_gelu(x: torch.Tensor) -> torch.Tensor:
+    a = x.abs().clamp(max=6)
+    exponent = sum(factor * a ** (i + 1) for i, factor in enumerate(fitted()))
+    return x.clamp(min=0) - a * torch.exp2(exponent - 1)
+
+
+EXERCISES = (
+    Exercise(traffic, solved_traffic, check_traffic),
+    Exercise(gelu, solved_gelu, check_gelu),
+)
 
 
 if __name__ == "__main__":

@@ -14,20 +14,33 @@ at barriers in shared memory.
     producer     wait free[s] -> ask for the blocks of step i -> next s          (the TMA unit arrives at full[s])
     consumer     wait full[s] -> multiply                     -> arrive at free[s] -> next s
 
-An `mbarrier` counts arrivals. After the last arrival its phase ends, and it counts again. A wait names the parity of a
-phase. Step i uses stage i % STAGES, which was used i // STAGES times before. So the consumer waits for phase i //
-STAGES of `full`, which has parity i // STAGES % 2. The producer waits for the previous phase of `free`. Before the
-first phase, a wait for the other parity returns at once: the ring is empty at first. The producer does not stop at the
-end of a tile. It runs ahead into the next one, so the pipeline never runs empty between tiles.
+An `mbarrier` counts arrivals. When the expected number has arrived, its *phase* ends and the next phase begins. Phases
+are numbered 0, 1, 2 and so on. A wait names a phase by its *parity*, the number modulo 2, and returns once this phase
+is over. One bit is enough, because a warp is never more than one phase behind.
+
+Step i uses stage s = i % STAGES. This is use u = i // STAGES of the stage. Each use ends one phase of both barriers:
+
+    producer     waits for phase u - 1 of free[s]: the use before has been read     parity (u + 1) % 2
+    consumer     waits for phase u of full[s]: the blocks of this use are there     parity u % 2
+
+At use 0 there is no phase -1. A new barrier treats it as over, so a wait for parity 1 returns at once. The producer
+thus finds every stage free at first. It does not stop at the end of a tile, but runs ahead into the next one, so the
+pipeline never runs empty between tiles.
 
 **Taking turns.** With TURNS each consumer has whole tiles. While one multiplies, the other stores its tile and then
-waits for its turn. CUTLASS calls this ping-pong. Without TURNS, they share each tile, with half of its rows each. The
-tile can then be wider, because its accumulator is spread over twice as many registers, and wide tiles read less. But
-nothing is multiplied while the tile is stored.
+waits for its turn. CUTLASS calls this ping-pong. Each group has a barrier for its turn, at which the other group
+arrives. Group 0 first waits for parity 1, which returns at once, and group 1 for parity 0, which is over when group 0
+has multiplied its tile. Without TURNS, they share each tile, with half of its rows each. The tile can then be wider,
+because its accumulator is spread over twice as many registers, and wide tiles read less. But nothing is multiplied
+while the tile is stored.
 
     turns     group 0   multiply tile 0 | store 0         | multiply tile 2 | store 2
               group 1                   | multiply tile 1 | store 1         | multiply tile 3
     shared    both      multiply tile 0 | store 0 | multiply tile 1 | store 1
+
+**Slots and boxes.** A tile leaves through shared memory. Each group has two *slots* of 64 x 64 numbers. It fills one
+while the TMA unit copies the other one to the output. A *box* is what one load of the TMA unit brings: 64 or 128 rows
+of 64 columns.
 
 **Any width.** The tensor cores of Hopper multiply 64 rows of a by n rows of w, for every n that is a multiple of 8, up
 to 256 (`wgmma` of PTX). A tensor of Triton has a power of two of elements, so `tl.dot` offers only n = 8, 16 ... 256.
@@ -45,7 +58,7 @@ computes the bias and gelu of rung 9 while the tensor cores work for the other.
 
 **What the machine code shows.** `gemmery inspect` and the tests of this rung examine it. There are no spills. Each K
 loop has one wait for the tensor cores, which leaves the newest step under way. The ring begins at the first byte of
-shared memory; the assembly relies on this, since Gluon does not give a block's address.
+shared memory; the assembly relies on this, since Gluon does not expose a block's address.
 
 Only Hopper GPUs run this kernel. On other machines, the rung runs its protocol in Python: the producer, the consumers
 and the copies are interleaved at random. If a stage or a slot is overwritten or read too early, the result is wrong.
@@ -219,7 +232,9 @@ def products(KIND, WIDTH, BLOCKS):
 
     A *matrix descriptor* says where a block is in shared memory, in units of 16 bytes, and how it lies: rows of 128
     bytes, swizzled, eight of them 1024 bytes apart from the next eight. The instruction takes 16 columns of K, which
-    are 32 bytes. A tile's first one replaces what is in the registers. The last line waits for the step *before*.
+    are 32 bytes. A tile's first one replaces what is in the registers: `setp` makes a predicate of `adds`, without
+    which the instruction does not add. `wgmma.fence` orders it after earlier accesses to its registers. The last line
+    waits for the step *before*.
     """
     numbers = WIDTH // 2  # of a thread, of each 64 rows
     a, w, adds = (f"${2 * BLOCKS * numbers + 4 * i}" for i in range(3))
@@ -333,7 +348,7 @@ def consume(
         step += GROUP * steps
         own += GROUP * every
         every *= 2
-    parity = gl.to_tensor(1 - GROUP)  # so that the first group need not wait for its first turn
+    parity = gl.to_tensor(1 - GROUP)  # 1 for group 0: its first wait returns at once
     memory = gl.inline_asm_elementwise(
         "mov.b32 $0, global_smem;", "=r", [], dtype=gl.int32, is_pure=True, pack=1
     )
@@ -795,10 +810,6 @@ def stage_and_parities(step: int, stages: int) -> tuple[int, int, int]:
     )
 
 
-def solved_stage_and_parities(step: int, stages: int) -> tuple[int, int, int]:
-    return step % stages, step // stages % 2, (step // stages + 1) % 2
-
-
 def check_stage_and_parities(answer: Callable[[int, int], tuple[int, int, int]]) -> None:
     for stages in (2, 3, 6):
         full, free = ([Barrier(1) for _ in range(stages)] for _ in range(2))
@@ -823,13 +834,6 @@ def best_width(M: int, N: int, sms: int) -> int:
     )
 
 
-def solved_best_width(M: int, N: int, sms: int) -> int:
-    def columns(width: int) -> int:
-        return triton.cdiv(triton.cdiv(M, 128) * triton.cdiv(N, width), sms) * width
-
-    return min(range(256, 127, -8), key=columns)
-
-
 def check_best_width(answer: Callable[[int, int, int], int]) -> None:
     for (M, N), expected in {
         (1500, 5760): 176,
@@ -838,12 +842,6 @@ def check_best_width(answer: Callable[[int, int, int], int]) -> None:
         (3072, 3072): 192,
     }.items():
         assert answer(M, N, 132) == expected, f"{M}x{N} on 132 multiprocessors: {expected} is better"
-
-
-EXERCISES = (
-    Exercise(stage_and_parities, solved_stage_and_parities, check_stage_and_parities),
-    Exercise(best_width, solved_best_width, check_best_width),
-)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -916,6 +914,27 @@ def bench() -> list[Row]:
 
 def main(arguments: Sequence[str] | None = None) -> Record:
     return run(NUMBER, TITLE, check, bench, arguments, QUESTIONS, EXERCISES)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Solutions of the exercises
+
+
+def solved_stage_and_parities(step: int, stages: int) -> tuple[int, int, int]:
+    return step % stages, step // stages % 2, (step // stages + 1) % 2
+
+
+def solved_best_width(M: int, N: int, sms: int) -> int:
+    def columns(width: int) -> int:
+        return triton.cdiv(triton.cdiv(M, 128) * triton.cdiv(N, width), sms) * width
+
+    return min(range(256, 127, -8), key=columns)
+
+
+EXERCISES = (
+    Exercise(stage_and_parities, solved_stage_and_parities, check_stage_and_parities),
+    Exercise(best_width, solved_best_width, check_best_width),
+)
 
 
 if __name__ == "__main__":

@@ -260,10 +260,6 @@ def numbers_of(word: int) -> list[int]:
     raise NotImplementedError("take bits 0 to 3 first, then 4 to 7, ...; 8 stands for 0")
 
 
-def solved_numbers_of(word: int) -> list[int]:
-    return [(word >> 4 * i & 15) - 8 for i in range(8)]
-
-
 def check_numbers_of(answer: Callable[[int], list[int]]) -> None:
     w = torch.randint(-7, 8, (64, 64)).half()
     w[:, 0] = 7.0  # so that the scale is 1
@@ -279,22 +275,12 @@ def break_even(bits: float, rate: float, bandwidth: float) -> float:
     raise NotImplementedError("operations for each number of the weight, and bytes for each; N and K cancel")
 
 
-def solved_break_even(bits: float, rate: float, bandwidth: float) -> float:
-    return bits / 8 / bandwidth * rate / 2
-
-
 def check_break_even(answer: Callable[[float, float, float], float]) -> None:
     assert answer(16, 1e12, 1e12) == 1, (
         "two operations and two bytes at the same rate are done at the same time"
     )
     assert 233 < answer(16, RATE, BANDWIDTH) < 234
     assert 61 < answer(4.25, RATE, BANDWIDTH) < 63
-
-
-EXERCISES = (
-    Exercise(numbers_of, solved_numbers_of, check_numbers_of),
-    Exercise(break_even, solved_break_even, check_break_even),
-)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -341,6 +327,24 @@ before = rung(8)  # the product of the weight with 16 bits, for the comparison
 
 def main(arguments: Sequence[str] | None = None) -> Record:
     return run(NUMBER, TITLE, check, bench, arguments, QUESTIONS, EXERCISES)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Solutions of the exercises
+
+
+def solved_numbers_of(word: int) -> list[int]:
+    return [(word >> 4 * i & 15) - 8 for i in range(8)]
+
+
+def solved_break_even(bits: float, rate: float, bandwidth: float) -> float:
+    return bits / 8 / bandwidth * rate / 2
+
+
+EXERCISES = (
+    Exercise(numbers_of, solved_numbers_of, check_numbers_of),
+    Exercise(break_even, solved_break_even, check_break_even),
+)
 
 
 if __name__ == "__main__":

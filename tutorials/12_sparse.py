@@ -488,11 +488,6 @@ def code(four: Sequence[float]) -> int:
     raise NotImplementedError("the places of the two, the first in the lower bits")
 
 
-def solved_code(four: Sequence[float]) -> int:
-    first, second = (place for place, number in enumerate(four) if number)
-    return first | second << 2
-
-
 def check_code(answer: Callable[[Sequence[float]], int]) -> None:
     w = prune(torch.randn(16, 64)).half()
     fours, codes = w.unflatten(1, (-1, 4)), compress(w).codes()
@@ -505,20 +500,10 @@ def lane_of(row: int, column: int) -> tuple[int, int, int]:
     raise NotImplementedError("turn `place_in_a` around")
 
 
-def solved_lane_of(row: int, column: int) -> tuple[int, int, int]:
-    return 4 * (row % 8) + column % 8 // 2, row // 8 + 2 * (column // 8), column % 2
-
-
 def check_lane_of(answer: Callable[[int, int], tuple[int, int, int]]) -> None:
     for row in range(16):
         for column in range(16):
             assert place_in_a(*answer(row, column)) == (row, column), f"row {row}, column {column}"
-
-
-EXERCISES = (
-    Exercise(code, solved_code, check_code),
-    Exercise(lane_of, solved_lane_of, check_lane_of),
-)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -597,6 +582,25 @@ def many_rows(w: torch.Tensor) -> list[tuple[str, str, Product]]:
 
 def main(arguments: Sequence[str] | None = None) -> Record:
     return run(NUMBER, TITLE, check, bench, arguments, QUESTIONS, EXERCISES)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Solutions of the exercises
+
+
+def solved_code(four: Sequence[float]) -> int:
+    first, second = (place for place, number in enumerate(four) if number)
+    return first | second << 2
+
+
+def solved_lane_of(row: int, column: int) -> tuple[int, int, int]:
+    return 4 * (row % 8) + column % 8 // 2, row // 8 + 2 * (column // 8), column % 2
+
+
+EXERCISES = (
+    Exercise(code, solved_code, check_code),
+    Exercise(lane_of, solved_lane_of, check_lane_of),
+)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,10 @@ import json
 import math
 import os
 import random
+import reprlib
 import statistics
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -233,6 +235,65 @@ class Exercise:
     solution: Callable[..., object]
     check: Callable[[Any], None]
 
+    def review(self) -> str | None:
+        """What the reader's function lacks, in one line; None if it is right."""
+        calls: list[tuple[Any, ...]] = []
+        results: list[object] = []
+
+        def watched(*arguments: object) -> object:
+            calls.append(arguments)
+            results.append(self.stub(*arguments))
+            return results[-1]
+
+        name, code = self.stub.__name__, self.stub.__code__
+        try:
+            self.check(watched)
+        except NotImplementedError as error:
+            return f"Write `{name}` in {place(code.co_filename, code.co_firstlineno)}. Hint: {error}"
+        except Exception as error:
+            if len(results) < len(calls):  # the reader's function itself raised it
+                lines = [
+                    line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code is code
+                ]
+                where = place(code.co_filename, lines[-1])
+                return f"`{name}{brief(calls[-1])}` raises {type(error).__name__} in {where}: {error}"
+            for arguments, got in reversed(list(zip(calls, results, strict=True))):
+                wanted = self.solution(*arguments)
+                if not same(got, wanted):
+                    said = f" ({error})" if isinstance(error, AssertionError) and str(error) else ""
+                    return f"`{name}{brief(arguments)}`: got {brief(got)}, wanted {brief(wanted)}{said}"
+            raise  # the check is wrong, or the solution is
+        return None
+
+
+def place(file: str, line: int) -> str:
+    """A place in a file, as an editor takes it. A cell of a notebook has no file."""
+    path = Path(file)
+    if not path.exists():
+        return f"this cell, line {line}"
+    here = Path.cwd()
+    return f"{path.relative_to(here) if path.is_relative_to(here) else path}:{line}"
+
+
+def brief(value: object) -> str:
+    """A value in a part of a line."""
+    if isinstance(value, tuple):
+        return f"({', '.join(map(brief, value))})"
+    written = reprlib.Repr()
+    written.maxlist, written.maxother = 8, 80
+    return written.repr(value.tolist() if isinstance(value, torch.Tensor) else value)
+
+
+def same(got: object, wanted: object) -> bool:
+    """Whether two results are equal, floats up to rounding."""
+    if isinstance(wanted, torch.Tensor):
+        return isinstance(got, torch.Tensor) and got.shape == wanted.shape and torch.allclose(got, wanted)
+    if isinstance(wanted, tuple | list):
+        return isinstance(got, type(wanted)) and len(got) == len(wanted) and all(map(same, got, wanted))
+    if isinstance(wanted, float):
+        return isinstance(got, int | float) and math.isclose(got, wanted)
+    return got == wanted
+
 
 def predicted(m: int, n: int, k: int) -> str:
     """What gemmery's model of an H200 says of cuBLAS's time for float16, in words; `gemmery predict` says more."""
@@ -291,9 +352,11 @@ def run(
     options = parser.parse_args(arguments)
     if options.exercise is not None:
         exercise = exercises[options.exercise - 1]
-        exercise.check(exercise.stub)
-        print(f"Exercise {options.exercise}: {exercise.stub.__name__} is right.")
-        sys.exit()
+        # A text as the status is printed, and counts as a failure.
+        wrong = exercise.review()
+        if wrong is None:
+            print(f"Exercise {options.exercise}: {exercise.stub.__name__} is right.")
+        sys.exit(wrong)
 
     seed = torch.seed() % 2**32 if options.seed is None else options.seed
     torch.manual_seed(seed)

@@ -406,8 +406,8 @@ DRAWINGS: dict[int, list[Drawing]] = {
                         "producer has begun to load the tile after.")],
     11: [Drawing(words, "A step of 64 columns and its 8 words: each has two neighbours of every 16 columns.")],
     12: [Drawing(fragments, "mma.sp.m16n8k32: which of 32 lanes has which numbers, and in which of four registers."),
-         Drawing(codes, "Codes of 16 rows and 64 columns: the lane whose word has them, four to a box, and one word in "
-                        "full. The selector of an instruction says which two lanes of each row it reads.")],
+         Drawing(codes, "Codes of 16 rows and 64 columns: the lane whose word has them, four to a cell, and one "
+                        "word in full. The selector of an instruction says which two lanes of each row it reads.")],
 }  # fmt: skip
 
 

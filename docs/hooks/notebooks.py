@@ -82,6 +82,9 @@ def cells(rung: Rung) -> Iterator[dict[str, Any]]:
         "".join(f"{line}\n" for line in lines) for lines in zip(*asked()[rung.number], strict=True)
     )
     yield cell("code", "for question in QUESTIONS:\n    print(question.text)", questions)
+    # The answers need these; an editor shows them only on demand.
+    for _, text in _sections(rung.code("solutions")):
+        yield cell("code", text) | {"metadata": {"jupyter": {"source_hidden": True}}}
     yield cell("code", "for question in QUESTIONS:\n    print(question.answer())", answers)
     yield cell("markdown", "## Its check and its measurement\n\nWithout a GPU nothing is timed.")
     for _, text in checks:
@@ -92,10 +95,13 @@ def cells(rung: Rung) -> Iterator[dict[str, Any]]:
         yield cell("markdown", f"Measured on {where}.")
     yield cell(
         "markdown",
-        "## Exercises\n\nWrite each function and run its cell, which raises an error until it is right.",
+        "## Exercises\n\nWrite each function and run its cell, which says what is wrong until it is right.",
     )
-    for stub, _, check in rung.tasks:
-        yield cell("code", f"{rung.source(stub)}\n\n\n{check.name}({stub.name})", None)
+    for stub, solution, check in rung.tasks:
+        review = (
+            f'print(Exercise({stub.name}, {solution.name}, {check.name}).review() or "{stub.name} is right.")'
+        )
+        yield cell("code", f"{rung.source(stub)}\n\n\n{review}", None)
 
 
 def _run(rung: Rung) -> str:

@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from benchmarks.ladder_results import CHECKS, COURSE, code_digest
+from benchmarks.ladder_results import CHECKS, COURSE, SOLUTIONS, code_digest
 from docs.hooks import drawings
 from docs.hooks.repository import ROOT
 from gemmery.lab import ladder
@@ -25,6 +25,15 @@ RESULTS = ROOT / "benchmarks" / "results" / "ladder"
 RECORDED, SIZES, CODE, PROBES, PRINTED = (
     RESULTS / f"{name}.json" for name in ("rungs", "sizes", "code", "probes", "printed")
 )
+#: How the rungs time a call, `time_us` of `tutorials/_common.py`.
+PROTOCOL = (
+    "Protocol: each call is a CUDA graph, so the time of Python does not count. The L2 cache is overwritten before "
+    "each call. The time is the median of five rounds, in each of which the contenders run in a new order."
+)
+#: What a row without a rate has measured instead.
+HOST = "Host time is the opposite: what Python and C++ take until a call is queued, without a CUDA graph."
+#: How the probes of `benchmarks/ladder.py` time a call, unless they use the protocol of the rungs.
+BURST = "Protocol: each call comes after a pause and finds its inputs in memory, not in the L2 cache."
 #: What is said of a rung that is newer than that.
 MISSING = "Not measured yet"
 #: Functions of a rung that are about it and not of it, besides those behind `CHECKS`.
@@ -43,10 +52,10 @@ LOOKS = {
 }
 #: Pictures that commands of gemmery draw, and what they show.
 COMMANDS = {
-    1: [("indices 100 70 40 --tile 64x64x32 --pid 3 --device H100",
-         "The same for matrices: what one program's pointers hold, and what its masks turn off.")],
     3: [("roofline 4096 4096 128 4096 4096 512 4096 4096 4096 --dtype fp16 --device H100",
          "A product of 4096 x 4096 x K under the roofline of an H100.")],
+    4: [("indices 100 70 40 --tile 64x64x32 --pid 3 --device H100",
+         "What the pointers of one program hold, and which elements its masks turn off.")],
     5: [("order 8192 8192 4096 --tile 128x128x64 --device H100",
          "Both orders on an H100: where each tile comes in time, and what is read from memory."),
         ("order 8192 8192 4096 --tile 128x128x64 --device \"RTX 3090\"",
@@ -106,7 +115,7 @@ class Rung:
 
         Args:
             part: "kernel", its kernels and what they are called by; "course", questions and exercises; "check", the
-                checks and measurements around them.
+                checks and measurements around them; "solutions", the solutions of its exercises.
         """
         lines = self.text.splitlines()
         first = self.tree.body[0].end_lineno or 0  # behind the explanation
@@ -120,14 +129,17 @@ class Rung:
         return re.sub(r"\n{4,}", "\n\n\n", "\n".join(kept)).strip()
 
     def _part(self, node: ast.stmt) -> str:
-        begun = [line for line, text in enumerate(self.text.splitlines(), 1) if text in (COURSE, CHECKS)]
+        heads = (COURSE, CHECKS, SOLUTIONS)
+        begun = [line for line, text in enumerate(self.text.splitlines(), 1) if text in heads]
         passed = sum(line < node.lineno for line in begun)
         if passed == 1:
             return "course"
+        if passed == len(heads) and not isinstance(node, ast.If):
+            return "solutions"
         around = isinstance(node, ast.Import | ast.ImportFrom | ast.If) or (
             isinstance(node, ast.FunctionDef) and node.name in AROUND
         )
-        return "check" if passed == 2 or around else "kernel"
+        return "check" if passed > 1 or around else "kernel"
 
     @cached_property
     def tasks(self) -> list[list[ast.FunctionDef]]:
@@ -256,8 +268,9 @@ def looks(number: int) -> Iterator[str]:
             cells = [f"{times[method]:.1f}" if method in times else "" for times in shapes.values()]
             lines.append(f"| {method} | {' | '.join(cells)} |")
         table = "\n".join(lines)
+        how = BURST if any(shape.startswith("burst") for shape in probes[name]["shapes"]) else PROTOCOL
         where = Recorded(probes[name]["measured"], {}).line()
-        yield _folded(title, f"{table}\n\nMeasured by `benchmarks/ladder.py` on {where}.")
+        yield _folded(title, f"{table}\n\n{how} Measured by `benchmarks/ladder.py` on {where}.")
 
 
 @functools.cache
@@ -425,8 +438,10 @@ def gained(rung: Rung, run: Recorded) -> tuple[str, ...]:
     if record is None:
         return (f"{MISSING}. The other rungs were measured on {run.line()}.",)
     where = run.line(rung.number)
+    host = " " + HOST if any(gain.rate is None for gain in ladder.gains(record.rows)) else ""
     measured = (
-        f"Ratios compare speeds: above 1, the rung is faster. The file itself measured this on {where}."
+        f"Ratios compare speeds within this run: above 1, the rung is faster. {PROTOCOL}{host} The file itself "
+        f"measured this on {where}."
     )
     return gains(record), others(record), measured
 
@@ -439,7 +454,21 @@ def overview(run: Recorded) -> str:
         table="\n".join(_overview_rows(run)),
         line=run.line(),
         sizes=over_sizes(),
+        protocol=PROTOCOL,
+        burst=BURST,
+        apart=_apart(run),
     )
+
+
+def _apart(run: Recorded, shape: str = "8192x8192x8192") -> str:
+    """How far the runs of the rungs are apart, by the one call that most of them time."""
+    times = [
+        row.time_us
+        for record in run.records.values()
+        for row in record.rows
+        if (row.role, row.shape) == ("torch", shape) and row.time_us is not None
+    ]
+    return f"torch's product of {shape} takes {min(times):.0f} to {max(times):.0f} µs in {len(times)} of them"
 
 
 def over_sizes() -> str:
@@ -449,7 +478,7 @@ def over_sizes() -> str:
 
 
 def _overview_rows(run: Recorded) -> Iterator[str]:
-    yield "| rung | shape | time | over the rung before | over torch |"
+    yield "| rung | shape | time in its own run | over the rung before, same run | over torch, same run |"
     yield "| --- | --- | ---: | ---: | ---: |"
     for rung in rungs():
         name = f"[{rung.number} · {rung.title}]({place(rung)})"

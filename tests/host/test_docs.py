@@ -4,6 +4,7 @@ import ast
 import functools
 import json
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -436,6 +437,31 @@ def test_a_rung_asks_and_explains(rung):
 
 
 @pytest.mark.parametrize("rung", rungs.rungs(), ids=lambda rung: rung.path.stem)
+def test_each_table_of_a_rung_names_its_protocol(rung):
+    run = rungs.recorded()
+    (*_, said) = rungs.gained(rung, run)
+    assert rungs.PROTOCOL in said
+    assert (rungs.HOST in said) == any(
+        row.rate is None for row in run.records[rung.number].rows if row.time_us
+    )
+    for look in rungs.looks(rung.number):
+        assert (rungs.PROTOCOL in look) != (rungs.BURST in look)
+
+
+def test_the_ladders_first_page_says_how_far_its_runs_are_apart():
+    page, run = rungs.overview(rungs.recorded()), rungs.recorded()
+    times = [
+        row.time_us
+        for record in run.records.values()
+        for row in record.rows
+        if row.name == "torch" and row.shape == "8192x8192x8192" and row.time_us
+    ]
+    assert f"takes {min(times):.0f} to {max(times):.0f} µs in {len(times)} of them" in page
+    assert rungs.PROTOCOL in page
+    assert rungs.BURST in page
+
+
+@pytest.mark.parametrize("rung", rungs.rungs(), ids=lambda rung: rung.path.stem)
 def test_a_notebook_has_all_of_a_rung(rung):
     cells = notebooks.notebook(rung)["cells"]
     code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
@@ -465,19 +491,30 @@ def test_what_rungs_printed_is_of_their_present_code():
 
 
 def test_the_digest_of_a_rung_follows_its_code(tmp_path):
-    path = rungs.rungs()[2].path
-    text, copy = path.read_text(encoding="utf-8"), tmp_path / path.name
+    folder = tmp_path / "tutorials"
+    shutil.copytree(ROOT / "tutorials", folder)
 
-    def changed(old, new):
+    def changed(number, old, new, of=3):
+        """Whether the digest of a rung is another one when a file (0: what all rungs share) is changed."""
+        (file,) = folder.glob(f"{number:02}_*.py") if number else [folder / "_common.py"]
+        (rung,) = folder.glob(f"{of:02}_*.py")
+        text, before = file.read_text(encoding="utf-8"), code_digest(rung)
         assert text.count(old) == 1
-        copy.write_text(text.replace(old, new), encoding="utf-8")
-        return code_digest(copy) != code_digest(path)
+        file.write_text(text.replace(old, new), encoding="utf-8")
+        after = code_digest(rung)
+        file.write_text(text, encoding="utf-8")
+        return after != before
 
-    assert not changed("Why tiles?", "Why tiles at all?")
-    assert not changed("# .T moves no data", "# .T does not move data")
-    assert not changed("by `gemmery predict`?", "according to `gemmery predict`?")
-    assert changed("acc = tl.dot(a.load([row, k])", "acc = tl.dot(w.load([row, k])")
-    assert changed("((4096, 4096, 4096), (8192, 8192, 8192))", "((4096, 4096, 4096),)")
+    assert not changed(3, "Why tiles?", "Why tiles at all?")
+    assert not changed(3, "# .T moves no data", "# .T does not move data")
+    assert not changed(3, "by `gemmery predict`?", "according to `gemmery predict`?")
+    assert not changed(3, "return 2 * block_m * block_n /", "return block_m * block_n * 2 /")
+    assert changed(3, "acc = tl.dot(a.load([row, k])", "acc = tl.dot(w.load([row, k])")
+    assert changed(3, "((4096, 4096, 4096), (8192, 8192, 8192))", "((4096, 4096, 4096),)")
+    # What it prints of another rung is that one's, too; and all share how they measure.
+    assert changed(3, "acc = tl.dot(a.load([row, k])", "acc = tl.dot(w.load([row, k])", of=5)
+    assert changed(0, "ROUNDS = 5", "ROUNDS = 7")
+    assert not changed(0, "Predict before you read on", "Think before you read on")
 
 
 def test_pictures_of_fragments_are_drawn_by_the_rungs_functions():

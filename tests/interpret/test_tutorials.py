@@ -4,9 +4,10 @@ import dataclasses
 import json
 import math
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -15,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks import ladder_results
 from docs.hooks import notebooks, rungs
 from gemmery.lab import ladder
 
@@ -164,12 +166,19 @@ def test_exercises_have_solutions(
     common: ModuleType, path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = common.rung(int(path.name[:2]))
+    lines = path.read_text(encoding="utf-8").splitlines()
     assert len(module.EXERCISES) == 2
     for i, exercise in enumerate(module.EXERCISES, 1):
         assert exercise.stub.__doc__.startswith(f"Exercise {i}: ")
-        with pytest.raises(NotImplementedError):
+        with pytest.raises(SystemExit) as ended:
             module.main(["--exercise", str(i)])
-        exercise.check(exercise.solution)
+        name = exercise.stub.__name__
+        told = re.fullmatch(rf"Write `{name}` in \S*{path.name}:(\d+)\. Hint: .+", ended.value.code)
+        assert told
+        assert lines[int(told[1]) - 1].startswith(f"def {name}(")
+        assert dataclasses.replace(exercise, stub=exercise.solution).review() is None
+        # Who writes an exercise does not see its solution.
+        assert exercise.solution.__code__.co_firstlineno > lines.index(ladder_results.SOLUTIONS)
     # As a reader does it: the stub is replaced.
     solved = tuple(dataclasses.replace(exercise, stub=exercise.solution) for exercise in module.EXERCISES)
     monkeypatch.setattr(module, "EXERCISES", solved)
@@ -179,15 +188,41 @@ def test_exercises_have_solutions(
     assert "is right" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_wrong_answer_is_told_in_a_line(common: ModuleType, path: Path) -> None:
+    def nothing(*_: object) -> None: ...
+
+    def failing(*_: object) -> int:
+        return 1 // 0
+
+    for exercise in common.rung(int(path.name[:2])).EXERCISES:
+        told = dataclasses.replace(exercise, stub=nothing).review()
+        assert re.fullmatch(r"`nothing\(.*\)`: got None, wanted .+", told)
+        told = dataclasses.replace(exercise, stub=failing).review()
+        where = failing.__code__.co_firstlineno + 1
+        assert re.fullmatch(
+            rf"`failing\(.*\)` raises ZeroDivisionError in \S*{Path(__file__).name}:{where}: .+", told
+        )
+
+
+def test_a_wrong_answer_is_told_with_the_right_one(common: ModuleType) -> None:
+    masked, _ = common.rung(1).EXERCISES
+    told = dataclasses.replace(masked, stub=lambda n, block: n % block).review()
+    assert told.endswith("(1, 1024)`: got 1, wanted 1023 (1 elements in blocks of 1024)")
+    # A check that refuses the solution is the file's fault, and not the reader's.
+
+    def check(answer: Callable[[int, int], int]) -> None:
+        assert answer(1, 1024) == 0, "never"
+
+    with pytest.raises(AssertionError, match="never"):
+        dataclasses.replace(masked, stub=masked.solution, check=check).review()
+
+
 @pytest.mark.parametrize("number", [3, 5, 12])
 def test_notebook_runs(tmp_path: Path, number: int) -> None:
     rung = next(rung for rung in rungs.rungs() if rung.number == number)
     cells = list(notebooks.cells(rung))
-    code = [
-        "".join(cell["source"])
-        for cell in cells
-        if cell["cell_type"] == "code" and "check_" not in cell["source"][-1]
-    ]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     # Triton reads a kernel's source where it is defined.
     path = tmp_path / "notebook.py"
     path.write_text("\n\n\n".join(code) + "\n", encoding="utf-8")
@@ -198,6 +233,9 @@ def test_notebook_runs(tmp_path: Path, number: int) -> None:
     )
     assert not done.returncode, done.stderr
     assert f"Rung {number}: " in done.stdout
+    # The exercises, which nobody has written yet.
+    names = [stub.name for stub, _, _ in rung.tasks]
+    assert re.findall(r"^Write `(\w+)` in .+ Hint: ", done.stdout, re.MULTILINE) == names
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -317,7 +355,9 @@ def test_groups_touch_fewer_blocks(order: ModuleType) -> None:
 # The command
 
 
-def test_ladder_runs_a_rung_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ladder_runs_a_rung_alone(
+    common: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     written = tmp_path / "ladder.json"
     assert ladder.ladder([1], written) == 0
     (record,) = json.loads(written.read_text(encoding="utf-8"))
@@ -325,6 +365,10 @@ def test_ladder_runs_a_rung_alone(tmp_path: Path, capsys: pytest.CaptureFixture[
     out = capsys.readouterr().out
     assert "interpreter" in out
     assert "vector add with pointers" in " ".join(out.split())
+    # As the file does by itself.
+    for question in common.rung(1).QUESTIONS:
+        assert question.text in out
+        assert question.answer() in out
 
 
 def test_ladder_without_such_a_rung(capsys: pytest.CaptureFixture[str]) -> None:
@@ -332,16 +376,16 @@ def test_ladder_without_such_a_rung(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no rung 13: there are 1 to 12" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("only", [[], [1]])
 def test_ladder_reports_a_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], only: list[int]
 ) -> None:
     broken = tmp_path / "01_broken.py"
     broken.write_text("print('so far')\nraise SystemExit('and no further')\n", encoding="utf-8")
     monkeypatch.setattr(ladder, "tutorial_files", lambda: {1: broken})
-    assert ladder.ladder() == 1
+    assert ladder.ladder(only) == 1
     out = capsys.readouterr().out
-    assert "so far" in out
-    assert "and no further" in out
+    assert out.count("so far") == out.count("and no further") == 1
 
 
 def test_gains() -> None:

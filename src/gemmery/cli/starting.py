@@ -25,7 +25,10 @@ def ladder(
     ] = None,
     json: JsonFile = None,
 ) -> None:
-    """Run the tutorials, from a vector add to the kernels of the library, and check and measure each one."""
+    """Run the tutorials, from a vector add to the kernels of the library, and check and measure each one.
+
+    Rungs given by number also print their questions and answers.
+    """
     interpret_without_gpu()
     from ..lab.ladder import ladder as run
 

@@ -45,8 +45,8 @@ def _key(found: Accesses) -> str:
     ]
     if any((~block.mask).any() for block in found.blocks):
         said.append(
-            "below, masked off: grey lies between the matrix's first and last element in memory, red before or "
-            "behind them"
+            "below, masked off: grey lies between the matrix's first and last element in memory, orange before "
+            "or behind them"
         )
     return "\n".join(said)
 
@@ -117,7 +117,7 @@ def _block(axes: Axes, block: Block) -> AxesImage:
     off = int((~block.mask).sum())
     axes.set_title(
         f"{block.name}[{block.row}:{block.row + rows}, {block.col}:{block.col + cols}]: "
-        f"{f'{off} lanes masked off' if off else 'all lanes inside'}\n"
+        f"{f'{off} elements masked off' if off else 'all elements inside'}\n"
         f"offset {block.corner} + i·{block.strides[0]} + j·{block.strides[1]}"
     )
     axes.set_yticks(whole_ticks(rows))

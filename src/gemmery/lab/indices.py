@@ -154,9 +154,9 @@ class Accesses:
         off = {block.name: int((~block.mask).sum()) for block in self.blocks}
         total = sum(block.mask.size for block in self.blocks)
         if not any(off.values()):
-            return f"all {total} lanes are inside of their matrices"
+            return f"all {total} elements are inside of their matrices"
         said = ", ".join(f"{count} of {name}" for name, count in off.items() if count)
-        return f"masked off, since outside of their matrices: {said}, of {total} lanes"
+        return f"masked off, since outside of their matrices: {said}, of {total} elements"
 
     def asdict(self) -> dict[str, Any]:
         """All fields as plain values, for JSON; offsets in elements."""
@@ -338,7 +338,7 @@ def described(block: Block) -> list[str]:
     off = int((~block.mask).sum())
     if off:
         astray = int((block.lanes == ASTRAY).sum())
-        lines.append(f"masked off: {off} of {block.mask.size} lanes, {astray} ~ and {off - astray} !")
+        lines.append(f"masked off: {off} of {block.mask.size} elements, {astray} ~ and {off - astray} !")
     largest = int(block.offsets.max())
     if largest > NARROW:
         reach = int(np.ptp(block.offsets))

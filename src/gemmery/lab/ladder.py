@@ -6,7 +6,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -93,22 +93,31 @@ def read_record(text: str) -> Record:
     return Record(rows=rows, **data)
 
 
-def run_rung(number: int, path: Path) -> Record | Failure:
-    """Run one rung in a process of its own: whether kernels are interpreted holds for a whole process."""
+def run_rung(number: int, path: Path, say: Callable[[str], object] = lambda line: None) -> Record | Failure:
+    """Run one rung in a process of its own: whether kernels are interpreted holds for a whole process.
+
+    Args:
+        number: the rung's number.
+        path: its file.
+        say: is given each line that the rung prints, as soon as it is there.
+    """
     title = path.stem[3:].replace("_", " ")
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "record.json"
         # A packaged rung lies in a folder that may be read-only, and a checkout should stay clean.
-        done = subprocess.run(
-            [sys.executable, "-B", str(path), "--json", str(result)],
+        printed: list[str] = []
+        with subprocess.Popen(
+            [sys.executable, "-B", "-u", str(path), "--json", str(result)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             encoding="utf-8",
             env={**os.environ, "PYTHONIOENCODING": "utf-8"},
-            check=False,
-        )
-        if done.returncode or not result.exists():
-            return Failure(number, title, done.returncode, done.stdout)
+        ) as running:
+            for line in running.stdout or ():
+                printed.append(line)
+                say(line.removesuffix("\n"))
+        if running.returncode or not result.exists():
+            return Failure(number, title, running.returncode, "".join(printed))
         return read_record(result.read_text(encoding="utf-8"))
 
 
@@ -204,7 +213,10 @@ def check_table(records: Sequence[Record]) -> Table:
 
 
 def run_ladder(only: Sequence[int] = (), console: Console | None = None) -> list[Record | Failure]:
-    """Run the rungs of these numbers, or all, one after the other, with a progress bar on the console."""
+    """Run the rungs of these numbers, or all, one after the other, with a progress bar on the console.
+
+    Rungs that are asked for by number print what they print as programs, with their questions and answers.
+    """
     files = tutorial_files()
     unknown = sorted(set(only) - files.keys())
     if unknown:
@@ -218,17 +230,26 @@ def run_ladder(only: Sequence[int] = (), console: Console | None = None) -> list
         TimeElapsedColumn(),
         TextColumn("{task.description}"),
     )
-    with Progress(*columns, console=console or Console(), transient=True) as progress:
+    console = console or Console()
+
+    def say(line: str) -> None:
+        if only:
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("", total=len(numbers))
         for number in numbers:
             progress.update(task, description=f"{files[number].name}")
-            results.append(run_rung(number, files[number]))
+            results.append(run_rung(number, files[number], say))
             progress.advance(task)
     return results
 
 
 def ladder(rungs: Sequence[int] = (), json_path: Path | None = None) -> int:
-    """`gemmery ladder`: run the rungs, print what each gained, write the records; 0 if all went through."""
+    """`gemmery ladder`: run the rungs, print what each gained, write the records; 0 if all went through.
+
+    A failure prints what the rung has printed, unless that was shown while it ran.
+    """
     console = Console()
     try:
         results = run_ladder(rungs, console)
@@ -251,7 +272,8 @@ def ladder(rungs: Sequence[int] = (), json_path: Path | None = None) -> int:
         console.rule(
             f"rung {failure.number}, {failure.title}: failed with status {failure.status}", style="red"
         )
-        console.print(failure.output, markup=False, highlight=False)
+        if not rungs:
+            console.print(failure.output, markup=False, highlight=False)
     if json_path is not None:
         write_json(json_path, [asdict(record) for record in records])
     return 1 if failures else 0
