@@ -338,19 +338,22 @@ def styles():
 def summing_styles():
     """Layers and blocks whose sum all ranks have, dense and packed, against the same on one rank."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor import Partial, Shard
     from torch.distributed.tensor.parallel import parallelize_module
 
     mesh = init_device_mesh(ranks.HERE.device, (ranks.COUNT,))
     how = {"device": ranks.HERE.device, "dtype": torch.bfloat16}
     torch.manual_seed(2)
-    block = gemmery.nn.GatedMLP(64, 128, stacked=False, bias=True, **how)
+    block, whole = [gemmery.nn.GatedMLP(64, 128, stacked=False, bias=True, **how) for _ in range(2)]
+    whole.load_state_dict(block.state_dict())
     dense = gemmery.nn.Linear(128, 64, **how)
     packed = gemmery.nn.QuantizedLinear(
         gemmery.quantize(dense.weight.detach(), "int4", group_size=64), dense.bias.detach()
     )
     x, wide = normal(2, 64, 64, seed=5), normal(2, 64, 128, seed=6)
     wants = [each(given).detach() for each, given in ((block, x), (dense, wide), (packed, wide))]
+    with pytest.raises(ValueError, match=r"output_layouts is P\(sum\); with overlap=True it must be Shard"):
+        parallelize_module(block, mesh, ours.FeedForwardParallel(output_layouts=Partial(), overlap=True))
     parallelize_module(block, mesh, ours.FeedForwardParallel(overlap=True))
     for layer in (dense, packed):
         parallelize_module(layer, mesh, ours.RowwiseParallel(overlap=True))
@@ -360,7 +363,9 @@ def summing_styles():
             check(got, want.double())
     seed = normal(2, 64, 64, seed=7)
     block(x).backward(seed)
-    assert all(p.grad is not None for p in block.parameters())
+    whole(x).backward(seed)
+    for (name, p), q in zip(whole.named_parameters(), block.parameters(), strict=True):
+        close(q.grad.full_tensor(), p.grad.double(), name)
     scattered = gemmery.nn.GatedMLP(64, 128, stacked=False, **how)
     want = scattered(x).detach()
     sharded = ours.FeedForwardParallel(input_layouts=Shard(1), output_layouts=Shard(1), overlap=True)

@@ -5,10 +5,6 @@ to which its epilogue adds z before it rounds. Backward, `v = scale * g @ b` is 
 gradients of a and b, and that of x is `g @ weight`, to which an epilogue adds `v @ a`. So no sum of two matrices as
 large as x or the result is a pass of its own. Kept for the backward pass are x and u.
 
-The backward pass unpacks a packed weight. `scale * b @ a` is then added to its numbers before they are rounded, and
-`v @ a` is neither computed nor stored. The forward pass does not do that: changes of b below half a unit in the last
-place of the weight would not reach the result.
-
 u and v are stored transposed, (r, M). Then each thin product has r rows, as that of a few tokens with a weight, and all
 other factors lie in memory as products read them best.
 """
@@ -21,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import devices
 from .api import addmm, linear, matmul
 from .dtensors import is_sharded
 from .dtypes import accumulator
@@ -29,7 +24,7 @@ from .epilogues.function import Epilogue
 from .epilogues.library import residual
 from .formats.weight import PackedWeight
 from .operands import DenseOperand, Operand, PackedOperand, rebuild
-from .operands.packed import LowRank, unpacked
+from .operands.packed import unpacked
 from .precision import AskedPrecision, resolved
 from .product.build import weight_operand
 from .product.check import check_not_packed, check_tensor
@@ -59,8 +54,8 @@ def lora_linear(
     Low-rank adaptation is by Hu et al., "LoRA", 2021; over a weight of four bits it is QLoRA (Dettmers et al., 2023).
     The adapter's part is added in the epilogue of the large product, before that is rounded, and the backward pass adds
     the two gradients of x alike. The forward pass multiplies a packed weight without unpacking it. In the backward
-    pass, one kernel unpacks it, adds `scale * b @ a`, and rounds the sum to x's type; the copy is freed after the
-    product. Kept for the backward pass are x, or `lora_x`, and `x @ a.T`.
+    pass, one kernel unpacks it, and the copy is freed after the product. Kept for the backward pass are x, or `lora_x`,
+    and `x @ a.T`.
 
     There are gradients of x, a, b, bias and `lora_x`. The weight is frozen; a dense one that requires a gradient gets
     it, by separate products.
@@ -114,7 +109,7 @@ def lora_linear(
             a = a.index_select(-1, permutation)
         x = x.index_select(-1, permutation)
     how = resolved(precision, x)
-    rows = x.reshape(-1, x.shape[-1])
+    rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
     own = None if lora_x is None else lora_x.reshape(rows.shape)
     operand = DenseOperand(weight.mT) if operand is None else operand
     tensors = rows, a, b, bias, own
@@ -267,17 +262,6 @@ def _run(
     return _forward(rebuild(text, weight, sizes), x, a, b, bias, lora_x, options)
 
 
-def _merges(operand: Operand, x: Tensor) -> bool:
-    """Whether a kernel unpacks the weight, which adds the adapter meanwhile."""
-    return isinstance(operand, PackedOperand) and devices.current(x.device) is not None
-
-
-def _merged(operand: Operand, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """`weight + scale * b @ a`, (N, K)."""
-    assert isinstance(operand, PackedOperand)
-    return unpacked(operand.weight, LowRank(b, a, scale))
-
-
 def _turned(b: Tensor, dtype: torch.dtype) -> Tensor:
     """b.T in another type; where it is copied, in the order that products read best."""
     return b.mT if b.dtype == dtype else torch.empty(b.mT.shape, dtype=dtype, device=b.device).copy_(b.mT)
@@ -307,8 +291,7 @@ def _backward(
     kind = grad.dtype
     how: dict[str, Any] = {"precision": precision}
     with inner_products(grad):
-        merges = not apart and _merges(operand, grad)
-        needs_v = wanted[1] or wanted[4] or (wanted[0] and not apart and not merges)
+        needs_v = wanted[1] or wanted[4] or (wanted[0] and not apart)
         v = _thin(_turned(b, kind), grad, scale, precision) if needs_v else grad.new_empty(0)
         if wanted[2]:
             assert u is not None
@@ -320,9 +303,7 @@ def _backward(
             matmul(v, x, out=of_a, out_dtype=a.dtype, **how)
         if wanted[4]:
             matmul(v.mT, a.to(kind), out=of_lora_x, **how)
-        if wanted[0] and merges:
-            matmul(grad, _merged(operand, a.to(kind), b.to(kind), scale), out=of_x, **how)
-        elif wanted[0] and not apart:
+        if wanted[0] and not apart:
             z = matmul(v.mT, a.to(kind), **how)
             # Not to z itself: kernels that may store an element twice could not add to it.
             matmul(grad, _unpacked(operand), epilogue=RESIDUAL, args=(z,), out=of_x, **how)
@@ -362,7 +343,8 @@ class _Recorded(torch.autograd.Function):
         lora_x: Tensor | None,
     ) -> Tensor:  # fmt: skip
         y, u = _forward(operand, x, a, b, bias, lora_x, options)
-        ctx.operand, ctx.options = operand, options
+        # Not the operand, whose tensors autograd would then not free after the backward pass.
+        ctx.kind, ctx.options = (operand.text, operand.sizes), options
         _keep(ctx, x, operand.tensors, a, b, bias, lora_x, u, ctx.needs_input_grad[3])
         return y
 
@@ -371,15 +353,13 @@ class _Recorded(torch.autograd.Function):
         if grad is None:
             return (None,) * 7
         own, a, b, u, *parts = ctx.saved_tensors
-        operand, wanted = ctx.operand, list(ctx.needs_input_grad[2:])
-        if not all(x is y for x, y in zip(parts, operand.tensors, strict=True)):
-            operand = rebuild(operand.text, parts, operand.sizes)
+        (text, sizes), wanted = ctx.kind, list(ctx.needs_input_grad[2:])
         given = a, b, u, ctx.bias_like, ctx.options.scale, ctx.options.precision, ctx.apart, wanted
         if torch.is_grad_enabled():
             # Of the operator torch knows that it has no gradient.
-            found = torch.ops.gemmery.lora_backward(grad, own, parts, operand.sizes, operand.text, *given)
+            found = torch.ops.gemmery.lora_backward(grad, own, parts, sizes, text, *given)
         else:
-            found = _backward(operand, grad, own, *given)
+            found = _backward(rebuild(text, parts, sizes), grad, own, *given)
         return None, None, *[value if needed else None for value, needed in zip(found, wanted, strict=True)]
 
 

@@ -96,7 +96,7 @@ def linear_cross_entropy(
     weight = None if weight is None else weight.detach().to(wide)
     flat = target.reshape(-1)
     rows = rows_of_logits(
-        input.reshape(-1, input.shape[-1]), linear_weight, linear_bias, flat,
+        input.reshape(flat.numel(), input.shape[-1]), linear_weight, linear_bias, flat,
         weight if label_smoothing else None, total=label_smoothing > 0, softcap=softcap, columns=chunk_size,
         precision=resolved(precision, input),
     )  # fmt: skip

@@ -9,7 +9,7 @@ import gemmery
 from gemmery.kernels.unpacking import unpack_weight
 from gemmery.lab.inspection.resources import usage
 from gemmery.lab.targets import TARGETS
-from gemmery.operands.packed import LowRank, unpacking
+from gemmery.operands.packed import unpacking
 from tests.compile.compiling import device_of, strictly_for
 
 CASES = {
@@ -17,11 +17,10 @@ CASES = {
 }  # fmt: skip
 
 
-def check(target, format, rank=0):
+def check(target, format):
     weight = gemmery.quantize(torch.randn(64, 256), format, **CASES[format])
     out = torch.empty(weight.shape, dtype=weight.dtype)
-    factors = LowRank(out.new_empty(64, rank), out.new_empty(rank, 256), 2.0) if rank else None
-    _, arguments, constants = unpacking(weight, out, device_of(target), factors)
+    _, arguments, constants = unpacking(weight, out, device_of(target))
     with strictly_for(target):
         compiled = unpack_weight.warmup(*arguments, **constants, grid=(1,))
     assert usage(compiled).spilled == 0
@@ -34,14 +33,8 @@ def test_formats_of_adapters(format):
     check("sm_90", format)
 
 
-@pytest.mark.parametrize("rank", [16, 100])
-def test_what_is_added_spills_nothing(rank):
-    check("sm_90", "nf4", rank)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("format", CASES)
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_format_of_every_target(target, format):
     check(target, format)
-    check(target, format, 64)

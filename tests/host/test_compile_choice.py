@@ -31,16 +31,16 @@ def _functions():
 
 @torch.compiler.config.patch(cache_key_tag="mine")
 def test_what_is_enabled_is_undone():
+    gemmery.compile.enable()
     before = _functions()
     gemmery.compile.enable()
-    gemmery.compile.enable()
     assert gemmery.compile.is_enabled()
-    assert len(_functions()) == len(before) + 2
+    assert _functions() == before
     torch.compiler.config.cache_key_tag += " and more"
     gemmery.compile.disable()
     gemmery.compile.disable()
     assert torch.compiler.config.cache_key_tag == "mine and more"
-    assert _functions() == before
+    assert not gemmery.compile.is_enabled()
 
 
 def test_a_context_leaves_what_it_found():
@@ -58,6 +58,9 @@ def test_functions_that_others_cleared():
         clear_preprocessing_fns()
         clear_feedback_savers()
     assert not gemmery.compile.is_enabled()
+    before = _functions()
+    with gemmery.compile.enable():
+        assert len(_functions()) == len(before) + 2
 
 
 def test_a_cpu_is_offered_nothing():

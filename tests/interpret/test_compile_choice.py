@@ -4,6 +4,7 @@ import math
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -41,6 +42,17 @@ def test_compiled_code_calls_gemmery(name):
         if (x.count, x.used) != (c, u)
     ]
     assert changed == [(choice.removeprefix("gemmery_"), 1, 1)]
+
+
+def test_a_thread_whose_code_is_cached_without_the_tag_is_offered_nothing():
+    def found():
+        _, code = compiled(mm, *operands()[:2], **(ONLY if gemmery.compile.is_enabled() else {}))
+        return gemmery.compile.is_enabled(), "gemmery" in code
+
+    with ThreadPoolExecutor(1) as thread:
+        is_enabled, calls = thread.submit(found).result()
+    assert calls == is_enabled
+    assert found() == (True, True)
 
 
 @pytest.mark.parametrize("name", cases())

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, ExitStack
 
-import torch
-
 from .record import Offer, choices
+from .tag import is_tagged, set_tag
 
 __all__ = ["Offer", "choices", "disable", "enable", "is_enabled"]
 
 
 def enable() -> AbstractContextManager[object]:
-    """Offer gemmery to torch.compile's max-autotune, for what is compiled from now on, in all threads.
+    """Offer gemmery to torch.compile's max-autotune, for what is compiled from now on.
+
+    With torch 2.13 and newer, this concerns what is compiled in this thread, as do torch's own settings; with older
+    versions, in all threads.
 
     Inductor then measures `gemmery.matmul`, `addmm` or `bmm` beside its other choices for `mm`, `addmm` and `bmm` of
     float16 and bfloat16 matrices on a GPU, forward and backward, and calls it where it is the fastest. Its log of the
@@ -50,29 +52,17 @@ def enable() -> AbstractContextManager[object]:
 
     undo = ExitStack()
     if not is_enabled():
-        begin()
-        torch.compiler.config.cache_key_tag += _tag()
         undo.callback(disable)
+    begin()
+    set_tag(True)
     return undo
 
 
 def disable() -> None:
-    """Offer gemmery no longer; compiled code stays as it is. Without effect if gemmery is not enabled."""
-    if is_enabled():
-        from .choice import end
-
-        end()
-        config = torch.compiler.config
-        config.cache_key_tag = config.cache_key_tag.replace(_tag(), "")
+    """Offer gemmery no longer in this thread; compiled code stays as it is. Without effect if it is not enabled."""
+    set_tag(False)
 
 
 def is_enabled() -> bool:
-    """Whether gemmery is offered to torch.compile."""
-    return _tag() in torch.compiler.config.cache_key_tag
-
-
-def _tag() -> str:
-    """What `torch.compiler.config.cache_key_tag` has while gemmery is enabled."""
-    from .. import __version__
-
-    return f"[gemmery {__version__}]"
+    """Whether gemmery is offered to torch.compile in this thread."""
+    return is_tagged()

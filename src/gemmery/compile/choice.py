@@ -27,6 +27,7 @@ from ..layout import make_problem
 from ..problem import Problem
 from ..tuning.warm import fitted
 from .record import PREFIX, Offer, offered
+from .tag import is_tagged
 
 #: In other types, gemmery is at most as fast as torch.
 TYPES = (torch.float16, torch.bfloat16)
@@ -120,26 +121,20 @@ def _meta(size: Iterable[Any], stride: Iterable[Any], dtype: torch.dtype) -> Ten
 
 
 def begin() -> None:
-    """Have Inductor ask and tell."""
+    """Have Inductor ask and tell, where it does not. Nothing follows from that while `is_tagged` is false."""
     cache = get_algorithm_selector_cache()
-    # Before the functions that select choices by their names.
-    cache.preprocessing_fns.insert(0, offer)
-    cache.feedback_saver_fns.append(measured)
-
-
-def end() -> None:
-    """The inverse of `begin`; others may have cleared Inductor's lists."""
-    cache = get_algorithm_selector_cache()
-    if offer in cache.preprocessing_fns:
-        cache.preprocessing_fns.remove(offer)
-    if measured in cache.feedback_saver_fns:
-        cache.feedback_saver_fns.remove(measured)
+    if offer not in cache.preprocessing_fns:
+        # Before the functions that select choices by their names.
+        cache.preprocessing_fns.insert(0, offer)
+    if measured not in cache.feedback_saver_fns:
+        cache.feedback_saver_fns.append(measured)
 
 
 def offer(choices: list[Any]) -> list[Any]:
     """Inductor's choices for a kernel, and gemmery behind torch's where it can compute the same."""
     place = next((i for i, x in enumerate(choices) if _is_torchs(x)), None)
-    if place is None or not _measures() or not _suits(choices[place]):
+    # Without the tag, the code would be cached as code of a process in which gemmery is not enabled.
+    if place is None or not is_tagged() or not _measures() or not _suits(choices[place]):
         return choices
     torchs = choices[place]
     a, b = torchs.input_nodes[-2:]

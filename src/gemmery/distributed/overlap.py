@@ -42,10 +42,12 @@ class _Overlapping(nn.Module):
         ARGUMENT: of a style, which says how rows are placed.
         PLACEMENTS: what it may be, and in words.
         SHARDED: the dimension of the weight of which each rank has a part.
+        OF_BIAS: the placement of the gradient that each rank has for a replicated bias.
     """
 
     ARGUMENT: ClassVar[str] = "output_layouts"
     SHARDED: ClassVar[int] = 1
+    OF_BIAS: ClassVar[Placement] = Replicate()
     PLACEMENTS: ClassVar[tuple[type[Placement], str]]
 
     weight: nn.Parameter
@@ -58,7 +60,7 @@ class _Overlapping(nn.Module):
         """A product of this rank's parts of the input and of the parameters."""
         how = self.overlap
         x = input.redistribute(placements=[wanted]).to_local() if isinstance(input, DTensor) else input
-        weight, bias = self.weight, None if self.bias is None else _local(self.bias)
+        weight, bias = self.weight, None if self.bias is None else _local(self.bias, self.OF_BIAS)
         if not isinstance(weight, PackedWeight):
             return product(x, _local(weight), bias, group=how.group, **where, **how.how)
         # Types as in `nn.packed`.
@@ -93,6 +95,8 @@ class GathersInput(_Overlapping):
 class ScattersOutput(_Overlapping):
     """A layer with some columns of the weight, whose sum is scattered along its rows."""
 
+    # Each rank adds the bias to its own rows.
+    OF_BIAS = Partial()
     PLACEMENTS = Shard, "Shard(dim) of the dimension whose rows are scattered, such as Shard(1) of a sequence"
 
     def forward(self, input: Tensor) -> Tensor:
@@ -153,10 +157,13 @@ def overlapping(
     return cast("nn.Linear | PackedLinear", module)
 
 
-def _local(parameter: Tensor) -> Tensor:
-    """This rank's part of a parameter."""
+def _local(parameter: Tensor, of_replicated: Placement | None = None) -> Tensor:
+    """This rank's part of a parameter.
+
+    Args:
+        of_replicated: the placement of its gradient, if it is replicated.
+    """
     if not isinstance(parameter, DTensor):
         return parameter
-    # For a replicated bias, each rank has the gradient of its rows.
-    placements = [Partial() if isinstance(x, Replicate) else x for x in parameter.placements]
+    placements = [of_replicated or x if isinstance(x, Replicate) else x for x in parameter.placements]
     return parameter.to_local(grad_placements=placements)

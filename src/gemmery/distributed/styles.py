@@ -158,10 +158,10 @@ class FeedForwardParallel(_ModuleParallel):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         *first, last = _layers(module)
-        for layer in first:
-            _shard(layer, device_mesh, COLUMN_WISE, self.src_data_rank)
         if self.overlap:
             _summed_over("FeedForwardParallel", last, device_mesh, self.output_layouts, is_local=False)
+        for layer in first:
+            _shard(layer, device_mesh, COLUMN_WISE, self.src_data_rank)
         _shard(last, device_mesh, ROW_WISE, self.src_data_rank)
         return self._hooked(module, device_mesh)
 

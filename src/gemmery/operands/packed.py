@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton.language as tl
@@ -420,47 +420,31 @@ def meta_proxy(weight: PackedWeight) -> Tensor:
 
 #: Columns of K and rows of N that a program unpacks.
 _UNPACKED = 128, 32
-#: Ranks of what is added that it multiplies at a time.
-_RANKS = 16, 32, 64
 
 
-class LowRank(NamedTuple):
-    """A matrix of low rank, `scale * left @ right`; left is (N, r), right (r, K)."""
-
-    left: Tensor
-    right: Tensor
-    scale: float
-
-
-def unpacked(weight: QuantizedTensor, added: LowRank | None = None) -> Tensor:
-    """`weight.dequantize()` of a weight without a permutation, by a kernel where there are any; the same bits.
-
-    Args:
-        added: to a weight that is a matrix, before it is rounded where there is a kernel; of the weight's type.
-    """
-    shape, dtype = weight.shape, weight.dtype
+def unpacked(weight: QuantizedTensor) -> Tensor:
+    """`weight.dequantize()` of a weight without a permutation, by a kernel where there are any; the same bits."""
     device = devices.current(weight.device)
-    if device is None or 0 in shape or weight.group_size.bit_count() > 1:
-        whole = weight.dequantize()
-        return whole if added is None else torch.addmm(whole, added.left, added.right, alpha=added.scale)
-    out = torch.empty(shape, dtype=dtype, device=weight.device)
-    blocks, arguments, constants = unpacking(weight, out, device, added)
+    if device is None or 0 in weight.shape or weight.group_size.bit_count() > 1:
+        return weight.dequantize()
+    out = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+    blocks, arguments, constants = unpacking(weight, out, device)
     with devices.on_device(out):
         unpack_weight[(blocks,)](*arguments, **constants)
     return out
 
 
 def unpacking(
-    weight: QuantizedTensor, out: Tensor, device: Device, added: LowRank | None = None
+    weight: QuantizedTensor, out: Tensor, device: Device
 ) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
     """How many programs unpack a weight, and their arguments."""
-    (*batch, N, K), group, format = out.shape, weight.group_size, weight.format
+    (*batch, N, K), group, format = weight.shape, weight.group_size, weight.format
     values = [getattr(weight, name) for name in PARTS]
     words, scales, zeros, offsets, channel = [None if x is None else x.contiguous() for x in values]
     shifts = "zeros" if zeros is not None else "offsets" if offsets is not None else ""
     wide = scales is not None and scales.dtype == torch.float32
-    spec = Packed.of(out.dtype, format.name, format.bits, group, shifts, wide, N=N, K=K)
-    kind = getattr(tl, str(out.dtype).removeprefix("torch."))
+    spec = Packed.of(weight.dtype, format.name, format.bits, group, shifts, wide, N=N, K=K)
+    kind = getattr(tl, str(weight.dtype).removeprefix("torch."))
     strips, lines = -(-N // STRIP), 4 * -(-K // block_columns(format.bits))
     groups = -(-K // group) if group else 0
     # A matrix alone is no batch: Triton 3.6 fails on a tuple in which an integer is 1.
@@ -471,20 +455,10 @@ def unpacking(
         "LOAD": loader(spec, asm_of(device), waits=False, tma=False, paired=False),
         "FACTOR": 2.0 ** decoders.unit_of(format.code, format.bits, kind, asm_of(device)),
         "PER_ROW": is_per_row(weight), "ROWS": rows, "COLS": columns, "DTYPE": kind,
-        "RANKS": _RANKS[0],
     }  # fmt: skip
-    factors = None
-    if added is not None:
-        left, right, rank = added.left.contiguous(), added.right.contiguous(), added.left.shape[1]
-        constants["RANKS"] = next(x for x in _RANKS if x >= rank or x == _RANKS[-1])
-        # A rank of 1 in a tuple is what Triton 3.6 fails on, and a factor of zeros changes nothing.
-        if rank == 1:
-            left, right = (torch.cat([x, torch.zeros_like(x)], dim) for x, dim in ((left, 1), (right, 0)))
-        factors = left, right, float(added.scale), left.shape[1]
     given = (words, scales, zeros if shifts == "zeros" else offsets) if group else words
     strides = steps, strips, lines, groups, strips * STRIP
-    programs = count * -(-N // columns) * -(-K // rows)
-    return programs, (given, channel, out, N, K, strides, sizes, factors), constants
+    return count * -(-N // columns) * -(-K // rows), (given, channel, out, N, K, strides, sizes), constants
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -131,16 +131,16 @@ class Tile(Schedule):
         return np.maximum(np.floor(fit), 1)
 
     def has_room(self, problem: Problem, space: Space) -> np.ndarray:
-        """See `Schedule.has_room`. A tile is stored through its stages' memory, but not one of wide elements at once.
+        """See `Schedule.has_room`. A tile of wide elements that is stored at once has memory beside its stages.
 
-        That is what Triton 3.7 compiles for Hopper.
+        That is what Triton 3.7 compiles for Hopper. A transposed tile is stored through its stages' memory, as others.
         """
         p, s = problem, space
         stages = (s.block_m * p.a.dtype.itemsize + s.block_n * p.b.bits / 8) * s.block_k * s.num_stages
         is_beside = (
             p.out.dtype.itemsize > 2 and p.a.dtype.itemsize <= 2 and p.fusion is None and p.addend is None
         )
-        stored = s.block_m * s.block_n * p.out.dtype.itemsize * ~s.split_store * is_beside
+        stored = s.block_m * s.block_n * p.out.dtype.itemsize * ~s.split_store * ~s.swap * is_beside
         return np.asarray((stages + stored < p.device.target.shared) | (s.loader != "descriptor"))
 
     def around(self, work: Floats, together: Floats, start: float, store: Floats) -> Floats:

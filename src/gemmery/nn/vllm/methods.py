@@ -60,12 +60,17 @@ class GemmeryPackedLinearMethod(LinearMethodBase):  # type: ignore[misc]
         """Registers the weight as it will be read, (out, in).
 
         Raises:
-            ValueError: such a weight can't be packed.
+            ValueError: such a weight can't be packed, or is packed for activations of another type.
         """
         data = torch.empty(
             sum(output_partition_sizes), input_size_per_partition, dtype=params_dtype, device="meta"
         )
-        self.packed(data)
+        dtype = self.packed(data).dtype
+        if dtype != params_dtype:
+            raise ValueError(
+                f"{self.prefix}: dtype of the quantization is {dtype} and that of the model {params_dtype}; they must "
+                "be the same, so leave dtype out of the quantization"
+            )
         loader = extra_weight_attrs.pop("weight_loader")
         weight = ModelWeightParameter(data=data, input_dim=1, output_dim=0, weight_loader=loader)
         layer.register_parameter("weight", weight)
