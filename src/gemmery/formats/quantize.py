@@ -31,7 +31,7 @@ SIZES = (16, 32, 64, 128, 256, 512, 1024)
 #: The largest number of e2m1, and the exponent of its largest power of two.
 E2M1_MAX, E2M1_EXPONENT = 6.0, 2
 #: A weight of more numbers is quantised in parts, on the CPU and on a GPU, where a part takes many launches.
-PART, PART_ON_GPU = 1 << 16, 1 << 23
+PART, PART_ON_GPU = 1 << 16, 1 << 21
 
 
 @dataclass(frozen=True)
