@@ -140,8 +140,8 @@ test-package: package $(READY) .venv-triton-oldest/.ready .venv-triton-newest/.r
 check-release: package ## what a release needs beside tests: version, changelog, addresses
 	$(PYTHON) .ci/release.py $(ARGS)
 
-# Of tests with parameters, an eighth: the kernels of one version of Triton are nearly those of another.
-SHORT := -m 'not slow and not exhaustive' --hypothesis-profile=quick --thin 8
+# Of tests with parameters, a sixteenth: the kernels of one version of Triton are nearly those of another.
+SHORT := -m 'not slow and not exhaustive' --hypothesis-profile=quick --thin 16
 .PHONY: test-oldest test-newest
 test-oldest: ## a shorter pass with the oldest Triton
 test-newest: ## a shorter pass with the newest Triton

@@ -14,9 +14,9 @@ pytestmark = pytest.mark.slow
 MOST_KERNELS = 6
 WEIGHTS = {
     "Llama-3-8B qkv": {"N": 6144, "K": 4096},
-    "Llama-3-8B gate and up": {"block": "GatedMLP", "sizes": [4096, 14336], "options": {"stacked": False}},
 }
 MORE_WEIGHTS = {
+    "Llama-3-8B gate and up": {"block": "GatedMLP", "sizes": [4096, 14336], "options": {"stacked": False}},
     "experts": {"experts": [32, 1024, 768], "top_k": 4},
     "odd": {"N": 1001, "K": 1003, "bias": True},
     "biases, activation": {"block": "MLP", "sizes": [768, 3072]},
