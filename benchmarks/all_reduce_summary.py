@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.records import Data, read_folder, run_line
+from benchmarks.records import Data, newest_triton_first, read_folder, run_lines
 from gemmery.lab import timing
 
 HEAD = [
@@ -23,7 +23,7 @@ ABOUT = (
 def read(folder: Path) -> list[Data]:
     """The results, the newest Triton's first; ValueError names a file that is none."""
     found = read_folder(folder / "distributed", {"rows", "protocol", "triton"}, "all_reduce.py")
-    return sorted(found, key=lambda result: [int(x) for x in result["triton"].split(".")], reverse=True)
+    return newest_triton_first(found)
 
 
 def lines(results: Sequence[Data]) -> list[list[str]]:
@@ -62,4 +62,4 @@ def _quickest(median: dict[str, float], product: str) -> str | None:
 
 def places(results: Sequence[Data]) -> str:
     """Where the results are from."""
-    return "\n".join(f"- Two GPUs: {run_line(result)}." for result in results)
+    return run_lines(results, "Two GPUs: ")

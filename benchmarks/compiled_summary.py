@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.records import Data, read_folder, run_line
+from benchmarks.records import Data, read_folder, run_lines
 from gemmery.lab import timing
 
 HEAD = [
@@ -26,8 +26,6 @@ ABOUT_PRODUCTS = (
 
 def read(folder: Path) -> list[Data]:
     """The results by date; ValueError names a file that is none."""
-    if not (folder / "compiled").is_dir():
-        return []
     return read_folder(folder / "compiled", {"entries", "protocol"}, "compiled.py")
 
 
@@ -69,4 +67,4 @@ def _product(row: Data) -> list[str]:
 
 def places(results: Sequence[Data]) -> str:
     """Where the results are from."""
-    return "\n".join(f"- {run_line(result)}." for result in results)
+    return run_lines(results)

@@ -32,8 +32,7 @@ def read(folder: Path) -> tuple[list[Data], list[Data]]:
     """The results of peers.py and those of generation.py; ValueError names a file that is none."""
     found = []
     for name, needed in (("peers", {"part", "entries", "libraries"}), ("generation", {"entries", "layers"})):
-        path = folder / name
-        found.append(read_folder(path, needed, f"{name}.py") if path.is_dir() else [])
+        found.append(read_folder(folder / name, needed, f"{name}.py"))
     return found[0], found[1]
 
 

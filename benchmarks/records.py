@@ -159,7 +159,11 @@ def read_models(folder: Path) -> list[Data]:
 
 
 def read_folder(folder: Path, needed: set[str], script: str) -> list[Data]:
-    """The results that a script wrote into a folder, by date; ValueError names a file that lacks a needed entry."""
+    """The results that a script wrote into a folder, by date; none where there is no folder.
+
+    Raises:
+        ValueError: a file lacks a needed entry; it is named.
+    """
     found = []
     for path in sorted(folder.glob("*.json")):
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -167,6 +171,16 @@ def read_folder(folder: Path, needed: set[str], script: str) -> list[Data]:
             raise ValueError(f"{folder.name}/{path.name} is no result of {script}")
         found.append(data)
     return sorted(found, key=lambda data: data["date"])
+
+
+def newest_triton_first(results: Iterable[Data]) -> list[Data]:
+    """Results by their version of Triton."""
+    return sorted(results, key=lambda one: [int(x) for x in one["triton"].split(".")], reverse=True)
+
+
+def run_lines(results: Iterable[Data], before: str = "") -> str:
+    """A list of where results are from; `before` stands before each."""
+    return "\n".join(f"- {before}{run_line(result)}." for result in results)
 
 
 def _place(result: Data) -> tuple[int, str, str]:

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.records import Data, read_folder, run_line
+from benchmarks.records import Data, newest_triton_first, read_folder, run_lines
 from gemmery.lab import timing
 
 HEAD = ["call", "ratio", "Triton", "gemmery", "torch"]
@@ -19,10 +19,8 @@ REGIMES = {"graph": "CUDA graph", "eager": "from Python"}
 
 def read(folder: Path) -> list[Data]:
     """The results, the newest Triton's first; ValueError names a file that is none."""
-    if not (folder / "sharded_model").is_dir():
-        return []
     found = read_folder(folder / "sharded_model", {"rows", "protocol", "triton"}, "sharded_model.py")
-    return sorted(found, key=lambda result: [int(x) for x in result["triton"].split(".")], reverse=True)
+    return newest_triton_first(found)
 
 
 def lines(results: Sequence[Data]) -> list[list[str]]:
@@ -55,4 +53,4 @@ def about(results: Sequence[Data]) -> str:
 
 def places(results: Sequence[Data]) -> str:
     """Where the results are from."""
-    return "\n".join(f"- Two GPUs: {run_line(result)}." for result in results)
+    return run_lines(results, "Two GPUs: ")

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.records import Data, read_folder, run_line
+from benchmarks.records import Data, newest_triton_first, read_folder, run_lines
 from gemmery.lab import timing
 
 HEAD = [
@@ -23,10 +23,8 @@ ABOUT = (
 
 def read(folder: Path) -> list[Data]:
     """The results, the newest Triton's first; ValueError names a file that is none."""
-    if not (folder / "sharded_rows").is_dir():
-        return []
     found = read_folder(folder / "sharded_rows", {"rows", "protocol", "triton"}, "sharded_rows.py")
-    return sorted(found, key=lambda result: [int(x) for x in result["triton"].split(".")], reverse=True)
+    return newest_triton_first(found)
 
 
 def lines(results: Sequence[Data]) -> list[list[str]]:
@@ -64,4 +62,4 @@ def _ratio(rounds: Sequence[timing.Round], peer: str, ours: str) -> str:
 
 def places(results: Sequence[Data]) -> str:
     """Where the results are from."""
-    return "\n".join(f"- Two GPUs: {run_line(result)}." for result in results)
+    return run_lines(results, "Two GPUs: ")

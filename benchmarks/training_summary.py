@@ -26,8 +26,6 @@ LORA_ABOUT = (
 
 def read(folder: Path) -> list[Data]:
     """The results, by date; ValueError names a file that is none."""
-    if not (folder / "training").is_dir():
-        return []
     return read_folder(
         folder / "training", {"step", "protocol", "triton"}, "linear_cross_entropy.py or lora.py"
     )
