@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from ..problem import Problem
+    from ..problem import Config, Problem
     from ..select.space import Space
 
 Floats = np.ndarray
@@ -105,6 +105,12 @@ class Costs:
         """The costs of one config."""
         values = (getattr(self, name) for name in Cost.__dataclass_fields__)
         return Cost(*(float(np.broadcast_to(value, self.total.shape)[index]) for value in values))
+
+
+def stage_bytes(problem: Problem, columns: Space | Config) -> Any:
+    """The bytes of the blocks of both operands in one step along K, for each config or for one."""
+    p, c = problem, columns
+    return (c.block_m * p.a.dtype.itemsize + c.block_n * p.b.bits / 8) * c.block_k
 
 
 def functions_of(problem: Problem) -> int:

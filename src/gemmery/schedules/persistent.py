@@ -9,7 +9,7 @@ import numpy as np
 
 from ..kernels import gemm
 from .binding import Binding, epilogue_subtiles
-from .cost import ELEMENT, FUNCTION, STORE, Floats, added, calls_of, fitted
+from .cost import ELEMENT, FUNCTION, STORE, Floats, added, calls_of, fitted, stage_bytes
 from .tile import Tile
 from .walk import Ints, Walk, in_turn, whole_tiles
 from .waves import Waves
@@ -48,7 +48,7 @@ class Persistent(Tile):
     def has_room(self, problem: Problem, space: Space) -> np.ndarray:
         """See `Schedule.has_room`. The next tile is loaded while this one is stored, so they share no memory."""
         p, s = problem, space
-        stages = (s.block_m * p.a.dtype.itemsize + s.block_n * p.b.bits / 8) * s.block_k * s.num_stages
+        stages = stage_bytes(p, s) * s.num_stages
         subtiles = np.array([epilogue_subtiles(p, config) for config in s.configs])
         # A matrix that is added passes through memory of its own. Exact for what Triton 3.7 compiles for Hopper.
         held = 0 if p.fusion is not None and not p.fusion.stores else 1 + (p.epilogue == "add_matrix")

@@ -8,7 +8,7 @@ import numpy as np
 
 from .base import Forms, Schedule
 from .binding import Binding, band_within, refusal_of
-from .cost import OVERLAP, TAIL_EFFICIENCY, Costs, Floats, Given, Stream, added, filled, fitted
+from .cost import OVERLAP, TAIL_EFFICIENCY, Costs, Floats, Given, Stream, added, filled, fitted, stage_bytes
 from .walk import Walk, whole_tiles
 from .waves import Split, Waves, cut_last_wave
 
@@ -65,7 +65,7 @@ class Tile(Schedule):
         p, s, device = problem, space, problem.device
         memory, rate = given.memory, given.rate
         item, item_b = p.a.dtype.itemsize, p.b.bits / 8
-        stage = (s.block_m * item + s.block_n * item_b) * s.block_k * 1.0
+        stage = stage_bytes(p, s)
         tiles, _, _, small = cut_last_wave(
             given.tile_rows(p.matrices, s.block_m), p.N, s.block_n, s.tail_m, s.tail_n, device.sms
         )
@@ -136,7 +136,7 @@ class Tile(Schedule):
         That is what Triton 3.7 compiles for Hopper. A transposed tile is stored through its stages' memory, as others.
         """
         p, s = problem, space
-        stages = (s.block_m * p.a.dtype.itemsize + s.block_n * p.b.bits / 8) * s.block_k * s.num_stages
+        stages = stage_bytes(p, s) * s.num_stages
         is_beside = (
             p.out.dtype.itemsize > 2 and p.a.dtype.itemsize <= 2 and p.fusion is None and p.addend is None
         )
@@ -160,8 +160,7 @@ class Tile(Schedule):
 
     def at_once(self, problem: Problem, config: Config) -> int:
         c = config
-        stage = (c.block_m * problem.a.dtype.itemsize + c.block_n * problem.b.bits / 8) * c.block_k
-        return problem.device.sms * int(self.resident(problem, c, float(stage)))
+        return problem.device.sms * int(self.resident(problem, c, float(stage_bytes(problem, c))))
 
     def walk(self, problem: Problem, config: Config) -> Walk:
         """First the first part along K of every tile."""
