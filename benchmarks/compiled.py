@@ -4,8 +4,8 @@ python benchmarks/compiled.py --out DIR [--case NAME] [--seconds N]    writes DI
 
 A case is a block, a number of rows, and whether it is trained. Both functions are compiled in this process with the
 same Inductor cache, first the one without gemmery; Triton's templates, which compile in other processes, are then
-found by the second. What gemmery adds to a compilation is therefore measured where it arises: the time that Inductor
-spends in measuring gemmery's choice of each product, its kernel's compilation included.
+found by the second. The time that gemmery adds to a compilation is therefore measured where it arises: Inductor
+measures gemmery's choice for each product, which includes the compilation of its kernel.
 
 A time of a block is that of many calls in a row, after a load of the same; the functions take turns in a new order each
 round. Inference is `mode="max-autotune"`, with CUDA graphs; training is "max-autotune-no-cudagraphs", forward and

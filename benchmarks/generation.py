@@ -92,7 +92,7 @@ METHODS = {"gemmery int4, no compiler": Method("gemmery", None)} | {
 
 @dataclass(frozen=True)
 class Setting:
-    """What all methods of a run share.
+    """The settings that all methods of a run share.
 
     Attributes:
         folder: with the checkpoint.
@@ -322,7 +322,7 @@ class Generator:
             self.facts[f"same tokens, {how} head"] = self._generate_twice(how)
 
     def _change(self) -> None:
-        """What is done to a model after it was loaded."""
+        """Changes a loaded model as the method says."""
         from gemmery import nn as gnn
 
         if self.method.weights == "gemmery":
@@ -384,7 +384,7 @@ class Generator:
         return found[0].equal(found[1])
 
     def seconds(self, head: str) -> float:
-        """Of a token, in a generation."""
+        """The seconds per token of a generation."""
         self.rewind()
         run = self.runs[head]
         if not self.on_gpu:
@@ -401,7 +401,7 @@ class Generator:
         return begin.elapsed_time(end) / 1e3 / self.setting.new
 
     def kernels(self, head: str) -> list[tuple[str, int, float]]:
-        """Of a step: names, how often each runs, and microseconds of all."""
+        """The kernels of a step: their names, how often each runs, and their microseconds."""
         from torch.profiler import ProfilerActivity, profile
 
         self.rewind()
@@ -526,7 +526,7 @@ def measure(batch: int, layers: int, served: list[Served], profiles: bool) -> di
 
 
 def label_of(name: str, head: str) -> str:
-    """What a method with a head is called."""
+    """The name of a method with a head."""
     title, rest = name.split(", ", 1)
     return f"{title}, int4 head, {rest}" if head == "int4" else name
 

@@ -303,7 +303,7 @@ def main() -> None:
 
 
 def versions() -> dict[str, str]:
-    """Of the peers that are installed."""
+    """The versions of the installed peers."""
     from importlib.metadata import PackageNotFoundError, version
 
     found = {}

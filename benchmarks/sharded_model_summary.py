@@ -47,7 +47,7 @@ def _line(row: Data, regime: str, result: Data) -> list[str]:
 
 
 def about(results: Sequence[Data]) -> str:
-    """What was measured."""
+    """The text about the table."""
     return ABOUT.format(billions=results[0]["parameters"] / 1e9)
 
 

@@ -275,7 +275,7 @@ def looks(number: int) -> Iterator[str]:
 
 @functools.cache
 def printed() -> dict[int, tuple[str, str]]:
-    """What each rung printed where it was measured, and what ran where and when.
+    """The output of each rung on the GPU where it was measured, with the place and the date.
 
     A rung whose code has changed since then has none.
     """
@@ -417,7 +417,7 @@ def page(rung: Rung, run: Recorded) -> str:
 
 
 def output(rung: Rung) -> Iterator[str]:
-    """What a rung printed, and its notebook, which shows that as well."""
+    """The output of a rung, and its notebook, which shows it as well."""
     name = f"{rung.path.stem}.ipynb"
     if found := printed().get(rung.number):
         text, where = found
