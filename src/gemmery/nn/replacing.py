@@ -10,14 +10,14 @@ from typing import cast
 from torch import Tensor, nn
 
 from ..formats.weight import PackedWeight
-from . import hugging_face, transposed
-from .blocks import FusedGatedMLP, PackedGatedMLP, why_not_stacked
+from . import hugging_face, projections, transposed
+from .blocks import FusedGatedMLP, PackedGatedMLP, why_not_halves
 from .experts import Experts
 from .linear import Linear, own_code
 from .packed import PackedLinear
 from .quantized import QuantizedLinear
 from .sparse import SparseLinear
-from .swap import Slot, Swapped, changed, is_linear, why_not
+from .swap import Slot, Swapped, changed, is_linear, project, why_not
 from .transposed import TransposedLinear
 
 
@@ -89,6 +89,7 @@ def planned(model: nn.Module, packing: Packing) -> Swapped:
             walk.meet(module, path, model.get_submodule(prefix), name)
     if issubclass(packing.layer, QuantizedLinear):
         walk.stack(model)
+        walk.project(model)
     # The default may name a layer that a model has not; what is asked for should be there.
     for pattern in walk.skip:
         if pattern not in walk.used and pattern != "lm_head":
@@ -154,7 +155,8 @@ class _Walk:
             for name, child in block._modules.items()
             if child is not None
         }
-        if own_code(block) is not None or why_not_stacked(layers["gate_proj"], layers["up_proj"]) is not None:
+        halves = {name: layers[name] for name in PackedGatedMLP.HALVES}
+        if own_code(block) is not None or why_not_halves(halves) is not None:
             return None
         after = PackedGatedMLP(block, layers, block.activation)
         slots = self.report._slots
@@ -167,6 +169,26 @@ class _Walk:
                 self.made[id(layer)] = None
                 self.weights.pop(id(layer.weight), None)
         return after
+
+    def project(self, model: nn.Module) -> None:
+        """In a model that was swapped, the projections of attention that are all quantized become one weight."""
+        for path, module in model.named_modules():
+            before = projections.projections_of(module)
+            if before is None or not all(type(layer) is Linear for layer in before.values()):
+                continue
+            layers = {name: self.made.get(id(layer)) for name, layer in before.items()}
+            slots = self.report._slots
+            places = [slot for slot in slots if slot.parent is module and slot.name in layers]
+            kept = {id(slot.before) for slot in slots if slot not in places}
+            # A layer that has another place too stays one.
+            if projections.why_not(module, layers) is not None or kept & {id(x) for x in before.values()}:
+                continue
+            slots[:] = [slot for slot in slots if slot not in places]
+            slots += project(module, path, layers)
+            for layer in before.values():
+                assert layer is not None
+                self.made[id(layer)] = None
+                self.weights.pop(id(layer.weight), None)
 
     def reason(self, layer: nn.Module, path: str) -> str | None:
         """Why a layer is not to be packed; None if it is."""

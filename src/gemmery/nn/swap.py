@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -11,13 +12,14 @@ from torch.nn.utils import parametrize
 
 from ..dtensors import is_sharded
 from ..precision import AskedPrecision
-from . import blocks, foreign, hugging_face, norms, transposed
+from . import blocks, foreign, hugging_face, norms, projections, transposed
 from .blocks import FusedGatedMLP, FusedIntermediate, PackedGatedMLP
 from .experts import Experts
 from .hugging_face import FusedExperts
 from .linear import Linear, is_plain, own_code
 from .norms import FusedRMSNorm
 from .packed import PackedLinear
+from .projections import StackedPart
 from .quantized import QuantizedLinear
 from .sparse import SparseLinear
 from .transposed import TransposedLinear
@@ -33,12 +35,12 @@ _NAMED = 3
 
 @dataclass(frozen=True)
 class Slot:
-    """A place in a model: the name of a child, and what was and what is there."""
+    """A place in a model: the name of a child, and what was there, None for nothing, and what is."""
 
     path: str
     parent: nn.Module
     name: str
-    before: nn.Module
+    before: nn.Module | None
     after: nn.Module
 
 
@@ -122,7 +124,11 @@ class Swapped:
                 raise ValueError(
                     f"undo: at {slot.path} there is {kind}, not what swap put there; nothing was undone"
                 )
-        pairs = {id(slot.after): (slot.path, slot.before, slot.after) for slot in self._slots}
+        pairs = {
+            id(slot.after): (slot.path, slot.before, slot.after)
+            for slot in self._slots
+            if slot.before is not None
+        }
         for path, before, after in pairs.values():
             for name, child in after._modules.items():
                 kinds = (Linear, QuantizedLinear) if isinstance(after, PackedGatedMLP) else (Linear,)
@@ -134,7 +140,10 @@ class Swapped:
         for _, before, after in pairs.values():
             _restore(before, after)
         for slot in self._slots:
-            slot.parent._modules[slot.name] = slot.before
+            if slot.before is None:
+                slot.parent._modules.pop(slot.name, None)
+            else:
+                slot.parent._modules[slot.name] = slot.before
         self._slots.clear()
 
 
@@ -145,6 +154,8 @@ _STATE = tuple(name for name in nn.Module().__dict__ if name != "_modules")
 def _restore(before: nn.Module, after: nn.Module) -> None:
     if isinstance(after, PackedLinear) or (isinstance(after, Experts) and after.packed):
         before.train(after.training)
+        if isinstance(after, StackedPart):
+            _restore_bias(before, after)
         return
     if isinstance(after, PackedGatedMLP):
         _restore_halves(before, after)
@@ -163,10 +174,15 @@ def _restore_halves(before: nn.Module, after: PackedGatedMLP) -> None:
         layer = before._modules[name]
         assert layer is not None
         layer.train(half.training)
-        bias = layer._parameters["bias"]
-        if bias is not None and half.bias is not None:
-            with torch.no_grad():
-                bias.copy_(half.bias)
+        _restore_bias(layer, half)
+
+
+def _restore_bias(before: nn.Module, after: PackedLinear) -> None:
+    """Give a layer the bias that has been part of another one."""
+    bias = before._parameters["bias"]
+    if bias is not None and after.bias is not None:
+        with torch.no_grad():
+            bias.copy_(after.bias)
 
 
 def swap(
@@ -307,6 +323,8 @@ class _Walk:
             self.norm(module, path)
         if self.fuse and hugging_face.resembles(module) and self.experts(module, path):
             return
+        if self.fuse:
+            self.projections(module, path)
         kind = blocks.family(module) if self.fuse else None
         if kind is not None and self.block(kind, module, path):
             return
@@ -326,6 +344,24 @@ class _Walk:
             how += f", {after.gate_up_proj.quantized.format.name}"
         self.report.replaced.append((path, f"{type(module).__name__} ({how})"))
         return True
+
+    def projections(self, module: nn.Module, path: str) -> None:
+        """Make the quantized projections of attention one weight, unless something speaks against it."""
+        layers = projections.projections_of(module)
+        if layers is None or not all(type(x) is QuantizedLinear for x in layers.values()):
+            return
+        reason = projections.why_not(module, layers)
+        if reason is None and not self.seen.isdisjoint(id(x) for x in layers.values()):
+            reason = "its projections are layers of another module too"
+        if reason is not None:
+            self.report.left.append((path, reason))
+            return
+        slots = project(module, path, layers)
+        self.places |= {id(slot.before): slot.after for slot in slots if slot.before is not None}
+        self.seen |= {id(x) for x in layers.values()}
+        self.report._slots.append(slots[-1])
+        format = slots[-1].after.quantized.format.name
+        self.report.replaced.append((path, f"{type(module).__name__} (q, k and v, {format})"))
 
     def experts(self, module: nn.Module, path: str) -> bool:
         """Replace experts, unless something speaks against it."""
@@ -393,6 +429,19 @@ class _Walk:
                 module, precision=self.precision, batch_invariant=self.batch_invariant
             )
         return self.layers[id(module)]
+
+
+def project(module: nn.Module, path: str, layers: Mapping[str, nn.Module | None]) -> list[Slot]:
+    """What takes the places of the projections of attention, and last the layer with the rows of all of them.
+
+    Args:
+        layers: quantized ones of which nothing says that they can't be one, by name.
+    """
+    found = {name: x for name, x in layers.items() if isinstance(x, QuantizedLinear)}
+    return [
+        Slot(f"{path}.{name}", module, name, module._modules.get(name), after)
+        for name, after in projections.projected(found).items()
+    ]
 
 
 def is_linear(module: nn.Module) -> bool:
