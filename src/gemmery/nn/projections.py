@@ -26,11 +26,12 @@ WHOLE = "qkv_proj"
 #: Attention of transformers whose forward calls the three projections with its first argument, and then views their
 #: results as heads. A class comes in here when its forward has been read; a test reads it again in the release that is
 #: installed.
-CLASSES = frozenset(
-    f"{name}Attention"
-    for name in "Llama Mistral Ministral Ministral3 Mixtral Qwen2 Qwen2Moe Qwen3 Qwen3Moe Gemma Gemma2 Gemma3 "
-    "Granite".split()
+_CLASSES = (
+    "LlamaAttention MistralAttention MinistralAttention Ministral3Attention MixtralAttention Qwen2Attention "
+    "Qwen2MoeAttention Qwen3Attention Qwen3MoeAttention GemmaAttention Gemma2Attention Gemma3Attention "
+    "GraniteAttention"
 )
+CLASSES = frozenset(_CLASSES.split())
 
 
 class StackedLinear(QuantizedLinear):
@@ -92,20 +93,19 @@ class StackedLinear(QuantizedLinear):
         """Takes what a state dict has for a layer, at once or when it has come for the others too."""
         self.pending[index] = given
         if self._why_pending() is None:
-            whole = {
-                kind: torch.cat([*entries])
-                for kind in ("weight", "bias")
-                if None not in (entries := self._entries(kind))
-            }
+            entries = {kind: self._entries(kind) for kind in ("weight", "bias")}
+            whole = {kind: torch.cat(parts) for kind, parts in entries.items() if parts}
             self.pending.clear()
             super()._load_from_state_dict(whole, "", local_metadata, True, [], [], error_msgs)
 
-    def _entries(self, kind: str) -> list[Tensor | None]:
-        return [self.pending.get(i, {}).get(kind, self.entry(i, kind)) for i in range(len(self.sizes))]
+    def _entries(self, kind: str) -> list[Tensor]:
+        """The weights or biases of all layers, those that are pending among them; none where there is no bias."""
+        found = [self.pending.get(i, {}).get(kind, self.entry(i, kind)) for i in range(len(self.sizes))]
+        return [x for x in found if x is not None]
 
     def _why_pending(self) -> str | None:
         reason = pieces.why_not_stacked(cast("list[QuantizedTensor]", self._entries("weight")))
-        devices = {x.device for x in self._entries("bias") if x is not None}
+        devices = {x.device for x in self._entries("bias")}
         return "the biases are on several devices" if reason is None and len(devices) > 1 else reason
 
     def _load_from_state_dict(
@@ -169,9 +169,11 @@ class StackedPart(PackedLinear):
 
     def described(self) -> str:
         """The weight's format, and whose rows it is one with."""
-        return f"{self.whole.described()}, one weight with {' and '.join(self._others())}"
+        return f"{self.whole.described()}, one weight with {' and '.join(self.others)}"
 
-    def _others(self) -> list[str]:
+    @property
+    def others(self) -> list[str]:
+        """The names of the layers that it is one weight with."""
         return [name for i, name in enumerate(self.whole.names) if i != self.index]
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -223,10 +225,9 @@ def why_not(module: nn.Module, layers: Mapping[str, nn.Module | None]) -> str | 
     return why_not_stacked(layers)
 
 
-def projected(layers: Mapping[str, QuantizedLinear]) -> dict[str, nn.Module]:
-    """What takes the places of projections, by name: a part for each, and behind them the layer with all rows."""
+def projected(layers: Mapping[str, QuantizedLinear]) -> tuple[StackedLinear, dict[str, StackedPart]]:
+    """The layer with the rows of all projections, and what takes the place of each, by name."""
     whole = StackedLinear(layers)
-    made: dict[str, nn.Module] = {
+    return whole, {
         name: StackedPart(whole, i, layer.training) for i, (name, layer) in enumerate(layers.items())
     }
-    return made | {WHOLE: whole}

@@ -17,7 +17,7 @@ from .linear import Linear, own_code
 from .packed import PackedLinear
 from .quantized import QuantizedLinear
 from .sparse import SparseLinear
-from .swap import Slot, Swapped, changed, is_linear, project, why_not
+from .swap import Slot, Swapped, changed, is_linear, why_not
 from .transposed import TransposedLinear
 
 
@@ -71,9 +71,7 @@ class Packing:
 def replace(model: nn.Module, packing: Packing) -> Swapped:
     """Replaces the linear layers and the experts inside a model, in place; see `quantize`."""
     report = planned(model, packing)
-    # All at once and last: an error before leaves the model as it was.
-    for slot in report._slots:
-        slot.parent._modules[slot.name] = slot.after
+    report._install()
     return report
 
 
@@ -179,16 +177,11 @@ class _Walk:
             layers = {name: self.made.get(id(layer)) for name, layer in before.items()}
             slots = self.report._slots
             places = [slot for slot in slots if slot.parent is module and slot.name in layers]
-            kept = {id(slot.before) for slot in slots if slot not in places}
+            elsewhere = {id(slot.before) for slot in slots if slot not in places}
             # A layer that has another place too stays one.
-            if projections.why_not(module, layers) is not None or kept & {id(x) for x in before.values()}:
-                continue
-            slots[:] = [slot for slot in slots if slot not in places]
-            slots += project(module, path, layers)
-            for layer in before.values():
-                assert layer is not None
-                self.made[id(layer)] = None
-                self.weights.pop(id(layer.weight), None)
+            if projections.why_not(module, layers) is None and elsewhere.isdisjoint(map(id, before.values())):
+                slots[:] = [slot for slot in slots if slot not in places]
+                self.report._project(module, path, layers)
 
     def reason(self, layer: nn.Module, path: str) -> str | None:
         """Why a layer is not to be packed; None if it is."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
@@ -42,5 +43,5 @@ def rows_of(layer: QuantizedLinear, begin: int, end: int) -> QuantizedLinear:
     bias = None
     if layer.bias is not None:
         bias = nn.Parameter(layer.bias.detach()[begin:end].clone(), layer.bias.requires_grad)
-    weight = layer.quantized.detach().cut_rows(begin, end)
+    weight = layer.weight.detach()[begin:end]
     return QuantizedLinear(weight, bias, batch_invariant=layer.batch_invariant).train(layer.training)

@@ -19,7 +19,7 @@ from .hugging_face import FusedExperts
 from .linear import Linear, is_plain, own_code
 from .norms import FusedRMSNorm
 from .packed import PackedLinear
-from .projections import StackedPart
+from .projections import StackedLinear, StackedPart
 from .quantized import QuantizedLinear
 from .sparse import SparseLinear
 from .transposed import TransposedLinear
@@ -35,12 +35,12 @@ _NAMED = 3
 
 @dataclass(frozen=True)
 class Slot:
-    """A place in a model: the name of a child, and what was there, None for nothing, and what is."""
+    """A place in a model: the name of a child, and what was and what is there."""
 
     path: str
     parent: nn.Module
     name: str
-    before: nn.Module | None
+    before: nn.Module
     after: nn.Module
 
 
@@ -75,6 +75,8 @@ class Swapped:
     replaced: list[tuple[str, str]] = field(default_factory=list)
     left: list[tuple[str, str]] = field(default_factory=list)
     _slots: list[Slot] = field(default_factory=list, repr=False)
+    #: Children of which there was none before: the module that has each, its name, and the child.
+    _added: list[tuple[nn.Module, str, nn.Module]] = field(default_factory=list, repr=False)
 
     def __len__(self) -> int:
         return len(self.replaced)
@@ -124,11 +126,7 @@ class Swapped:
                 raise ValueError(
                     f"undo: at {slot.path} there is {kind}, not what swap put there; nothing was undone"
                 )
-        pairs = {
-            id(slot.after): (slot.path, slot.before, slot.after)
-            for slot in self._slots
-            if slot.before is not None
-        }
+        pairs = {id(slot.after): (slot.path, slot.before, slot.after) for slot in self._slots}
         for path, before, after in pairs.values():
             for name, child in after._modules.items():
                 kinds = (Linear, QuantizedLinear) if isinstance(after, PackedGatedMLP) else (Linear,)
@@ -140,11 +138,34 @@ class Swapped:
         for _, before, after in pairs.values():
             _restore(before, after)
         for slot in self._slots:
-            if slot.before is None:
-                slot.parent._modules.pop(slot.name, None)
-            else:
-                slot.parent._modules[slot.name] = slot.before
+            slot.parent._modules[slot.name] = slot.before
+        for parent, name, child in self._added:
+            if parent._modules.get(name) is child:
+                del parent._modules[name]
         self._slots.clear()
+        self._added.clear()
+
+    def _install(self) -> None:
+        """Puts all replacements into their places, at once and last: an error before leaves the model as it was."""
+        for slot in self._slots:
+            slot.parent._modules[slot.name] = slot.after
+        for parent, name, child in self._added:
+            parent._modules[name] = child
+
+    def _project(self, module: nn.Module, path: str, layers: Mapping[str, nn.Module | None]) -> StackedLinear:
+        """Notes that projections of attention become one layer.
+
+        Args:
+            layers: quantized ones, by name, of which nothing says that they can't be one.
+        """
+        found = {name: x for name, x in layers.items() if isinstance(x, QuantizedLinear)}
+        whole, parts = projections.projected(found)
+        for name, part in parts.items():
+            before = module._modules[name]
+            assert before is not None
+            self._slots.append(Slot(f"{path}.{name}", module, name, before, part))
+        self._added.append((module, projections.WHOLE, whole))
+        return whole
 
 
 #: What torch keeps for every module: parameters, buffers, hooks, the training flag. Children apart.
@@ -200,6 +221,8 @@ def swap(
     - every torch.nn.Linear, by a gemmery.nn.Linear, and GPT-2's Conv1D, whose weight stays transposed;
     - the feed-forward blocks of Hugging Face's Llama, Mistral, Qwen and Gemma (gate, up, activation, down) and of BERT
       and its relatives (dense and activation), by blocks whose activation runs inside a product;
+    - the query, key and value projections of Hugging Face's Llama, Mistral, Mixtral, Qwen, Gemma and Granite where they
+      are quantized already: their rows become one packed weight, by which one product multiplies;
     - the experts of Hugging Face's mixtures that transformers decorates with `use_experts_implementation`, which
       `gemmery.moe.experts` computes, see `register_experts`;
     - the RMSNorms of Llama, Mistral and Qwen, by torch's own, one kernel instead of six;
@@ -209,9 +232,10 @@ def swap(
       FP8Linear. If such a layer also rounds activations to 8 bits, gemmery does not. Its entries in state dicts become
       gemmery's.
 
-    Names, state dicts, tied and shared parameters, training flags and `requires_grad` do not change. There is one
-    exception: in a block whose layers are already quantized, gate and up become one layer `gate_up_proj`, whose packed
-    weight contains the rows of both. State dicts still contain both.
+    Names, state dicts, tied and shared parameters, training flags and `requires_grad` do not change, with two
+    exceptions. In a block whose layers are already quantized, gate and up become one layer `gate_up_proj`, whose packed
+    weight contains the rows of both. In attention, quantized projections stay modules by their names, for adapters, but
+    their parameters are those of one more layer `qkv_proj`. State dicts still contain gate and up, and all projections.
 
     The report gives a reason for everything that is left in place: layers and blocks with code that a replacement would
     lose (subclasses, hooks, parametrizations, a patched forward), other quantized layers and weights that are not plain
@@ -223,8 +247,9 @@ def swap(
             torch, whose own products are faster there. With `batch_invariant`, or if a precision is given, they are
             replaced. `"torch"` uses torch's setting (`torch.set_float32_matmul_precision`) at each call.
         batch_invariant: whether a row of a product has the same bits in every batch, see `gemmery.matmul`.
-        fuse: whether blocks, experts and norms are replaced; False replaces only layers. A fused sum is not rounded
-            before its activation, so results in 16 bits differ from those of the model by rounding.
+        fuse: whether blocks, experts and norms are replaced, and projections become one; False replaces only layers. A
+            fused sum is not rounded before its activation, and larger products may add up in another order, so results
+            in 16 bits differ from those of the model by rounding.
 
     Returns:
         The modules that were replaced and left; its `undo()` restores the model.
@@ -253,9 +278,7 @@ def swap(
         walk.report.left.append(("", "it is not inside a module, so it can't be replaced"))
     if not isinstance(model, _OURS):
         walk.children(model, "")
-    # All at once and last: an error before leaves the model as it was.
-    for slot in walk.report._slots:
-        slot.parent._modules[slot.name] = slot.after
+    walk.report._install()
     return walk.report
 
 
@@ -356,11 +379,9 @@ class _Walk:
         if reason is not None:
             self.report.left.append((path, reason))
             return
-        slots = project(module, path, layers)
-        self.places |= {id(slot.before): slot.after for slot in slots if slot.before is not None}
+        whole = self.report._project(module, path, layers)
         self.seen |= {id(x) for x in layers.values()}
-        self.report._slots.append(slots[-1])
-        format = slots[-1].after.quantized.format.name
+        format = whole.quantized.format.name
         self.report.replaced.append((path, f"{type(module).__name__} (q, k and v, {format})"))
 
     def experts(self, module: nn.Module, path: str) -> bool:
@@ -429,19 +450,6 @@ class _Walk:
                 module, precision=self.precision, batch_invariant=self.batch_invariant
             )
         return self.layers[id(module)]
-
-
-def project(module: nn.Module, path: str, layers: Mapping[str, nn.Module | None]) -> list[Slot]:
-    """What takes the places of the projections of attention, and last the layer with the rows of all of them.
-
-    Args:
-        layers: quantized ones of which nothing says that they can't be one, by name.
-    """
-    found = {name: x for name, x in layers.items() if isinstance(x, QuantizedLinear)}
-    return [
-        Slot(f"{path}.{name}", module, name, module._modules.get(name), after)
-        for name, after in projections.projected(found).items()
-    ]
 
 
 def is_linear(module: nn.Module) -> bool:
