@@ -261,8 +261,8 @@ def _shard(
     """
     if isinstance(layer, StackedPart):
         raise ValueError(
-            f"the layer is one packed weight with {' and '.join(layer.others)}, which can't be sharded; shard the model "
-            "before gemmery.nn.swap, or call that with fuse=False"
+            f"the layer is one packed weight with {' and '.join(layer.others)}, which can't be sharded; shard the "
+            "model before gemmery.nn.swap, or call that with fuse=False"
         )
     of_weight, of_bias = placements
     layer.weight = _sharded(layer.weight, mesh, of_weight, src_data_rank)
