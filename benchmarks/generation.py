@@ -55,8 +55,9 @@ GROUP = 128
 PART = 256
 #: How many kernels of a step are written, the longest first.
 KERNELS = 20
-#: Relative errors of logits beside those of the same numbers in torch, and beside the bf16 model.
-SAME, QUANTIZED = 0.03, 0.5
+#: Relative errors of logits beside those of the same numbers in torch, and beside the bf16 model. With random weights,
+#: 16 layers enlarge errors: bf16 with torch.compile is 0.03 from itself without, and int4 of torchao 0.65 from bf16.
+SAME, QUANTIZED = 0.05, 0.8
 
 
 @dataclass(frozen=True)
