@@ -413,9 +413,7 @@ def test_results_go_to_files():
 
 
 def test_shapes_of_the_user_are_rows_like_those_of_suites(gpu, watch, tmp_path):
-    request = bench.Request(
-        shapes=("96x64x128", "2x16x64x32"), dtypes=("bf16", "fp16"), json=tmp_path
-    )
+    request = bench.Request(shapes=("96x64x128", "2x16x64x32"), dtypes=("bf16", "fp16"), json=tmp_path)
     one, two = bench.runs(request)
     assert [row.shape for row in one.rows] == ["96×64×128", "2×16×64×32"]
     assert (one.suite, one.path) == ("shapes", tmp_path / "shapes-bf16.json")

@@ -31,8 +31,8 @@ from .tag import is_tagged
 
 #: In other types, gemmery is at most as fast as torch.
 TYPES = (torch.float16, torch.bfloat16)
-#: gemmery is chosen where the fastest other kernel takes longer by more than this share. A time that is measured once is
-#: off by about as much.
+#: gemmery is chosen where the fastest other kernel takes longer by more than this share. A time that is measured once
+#: is off by about as much.
 MARGIN = 0.02
 #: Measurements of torch's kernel and of gemmery's, in turn.
 TURNS = 2

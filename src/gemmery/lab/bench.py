@@ -303,7 +303,7 @@ def rows_of(shapes: Sequence[str]) -> list[Row]:
     """Rows of sizes that a user gives as texts: products of a Linear, or batches of them.
 
     Raises:
-        ValueError: a text is of another form, a size is one that no kernel takes, or the sizes of two texts are the same.
+        ValueError: a text is of another form, a size is one that no kernel takes, or two texts have the same sizes.
     """
     rows: list[Row] = []
     for text in shapes:
