@@ -4,7 +4,9 @@ python benchmarks/compiled.py --out DIR [--case NAME] [--seconds N]    writes DI
 
 A case is a block, a number of rows, and whether it is trained. Each method has a process of its own, with empty caches
 of Inductor and of Triton, so that both compile everything. A process first compiles a small product, by which it has
-loaded what any compilation needs. Then the processes compile the block, one behind the other.
+loaded what any compilation needs. Then the processes compile the block, one behind the other. Both compile templates in
+threads, as Inductor does until its own processes have started: whether these have is a matter of chance, and with torch
+2.11 it decided over 8 seconds a product.
 
 A time of a block is that of many calls in a row, after a load of the same; the processes take turns in a new order each
 round, and the others wait. Inference is `mode="max-autotune"`, with CUDA graphs; training is
@@ -30,6 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._inductor import config
+from torch._inductor.async_compile import AsyncCompile
 from torch.nn import functional as F
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -271,6 +274,7 @@ def offered(before: dict[int, tuple[int, int]]) -> list[dict[str, Any]]:
 
 def serve(method: str, name: str, device: str) -> Iterator[Any]:
     """What a process answers: at first, when it is ready; then what it compiled; then a time each."""
+    AsyncCompile.use_process_pool = classmethod(lambda cls: False)
     with gemmery.compile.enable() if method == OURS else contextlib.nullcontext():
         small_product(device)
         block, x = block_of(name, device)

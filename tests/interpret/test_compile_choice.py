@@ -124,6 +124,25 @@ def test_the_first_time_of_torch_may_be_wrong(monkeypatch):
     assert (offer.count, offer.used) == (2, 0)
 
 
+@pytest.mark.parametrize(("mm_again", "other"), [(5.0, 1.0), (1.0, 5.0), (5.0, 5.0)])
+def test_each_of_torchs_kernels_is_measured_again(mm_again, other, monkeypatch):
+    """Some biases are added by another kernel of torch; no time is that of the first measurement."""
+    kernels = {
+        name: ExternKernelCaller.__new__(ExternKernelCaller) for name in ("addmm", "bias_addmm")
+    } | {"gemmery_addmm": choice._Caller.__new__(choice._Caller)}  # fmt: skip
+    for name, one in kernels.items():
+        one.name = name
+    ours = kernels["gemmery_addmm"]
+    ours.torchs = [kernels["addmm"], kernels["bias_addmm"]]
+    ours.record = gemmery.compile.Offer("addmm", (8, 8, 8), torch.bfloat16, ((8, 1), (8, 1)))
+    times = {"addmm": mm_again, "bias_addmm": other, "gemmery_addmm": 2.0}
+    monkeypatch.setattr(ExternKernelCaller, "benchmark", lambda self, *_, **__: times[self.name])
+    found = {kernels["addmm"]: 3.0, kernels["bias_addmm"]: 3.0, ours: ours.benchmark(out=None)}
+    choice.measured(found)
+    assert [found[one] for one in kernels.values()] == pytest.approx([mm_again, other, 2.04])
+    assert ours.record.times == pytest.approx({name: x / 1e3 for name, x in times.items()})
+
+
 def _declined():
     a, b, bias, _ = operands()
     return {

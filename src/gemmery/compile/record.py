@@ -27,7 +27,7 @@ class Offer:
         count: how many products of this kind were compiled.
         used: how many of them call gemmery. If it is the fastest and still not used, it is so by less than the margin,
             or a Triton template with the operators behind the product was faster than gemmery and a further kernel.
-        again: torch's time in seconds, measured in turn with gemmery's; None if the times are from Inductor's cache.
+        again: the times of torch's kernels, measured in turn with gemmery's; empty if Inductor's cache had the times.
     """
 
     op: str
@@ -37,7 +37,7 @@ class Offer:
     times: dict[str, float] = field(default_factory=dict)
     count: int = 0
     used: int = 0
-    again: float | None = None
+    again: dict[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
         """The product, gemmery's time and that of the fastest other choice, and how often gemmery is used."""
