@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from benchmarks import generation, peers_summary, readme_tables
+from benchmarks import generation, peers_summary
 
 RUN = {
     "gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0", "cuda": "13.0", "commit": "abc1234",
@@ -62,7 +62,7 @@ def test_the_page_is_written_from_files(tmp_path):
     for folder, data in (("peers", products()), ("generation", steps())):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "a.json").write_text(json.dumps(data))
-    text = readme_tables.of_peers(*peers_summary.read(tmp_path))
+    text = peers_summary.page(tmp_path)
     assert "| int4 weights, 1×2×3 | slow | **1.50** (1.00–2.00) | 20.0 | 30.0 |" in text
     assert "commit abc1234, 2026-11-28, 3 rounds; slow 1.2." in text
     (tmp_path / "peers" / "b.json").write_text("{}")

@@ -103,8 +103,8 @@ class _Caller(ExternKernelCaller):
     def benchmark(self, *args: Any, out: Tensor) -> float:
         """The least time in milliseconds of a few turns, in which torch's kernels are measured again.
 
-        Inductor measures torch's kernels first, when the GPU has waited for the compiler: its clock may be low, or there
-        is power to spare. First times of one kernel in two processes were up to 13 percent apart.
+        Inductor measures torch's kernels first, when the GPU has waited for the compiler: its clock may be low, or it
+        has power to spare. First times of one kernel in two processes were up to 13 percent apart.
         """
         ours, again = math.inf, dict.fromkeys((choice.name for choice in self.torchs), math.inf)
         for _ in range(TURNS):
@@ -197,8 +197,8 @@ def _are_known(numbers: Iterable[Any]) -> bool:
 def measured(times: dict[Any, float], *_: Any) -> None:
     """Keep what was measured, and leave to Inductor the times by which it is to choose, in milliseconds.
 
-    Inductor has printed the times, and chooses by this dictionary. gemmery's time is raised by `MARGIN`. Times of torch's
-    kernels become those that were measured in turn with it.
+    Inductor has printed the times, and chooses by this dictionary. gemmery's time is raised by `MARGIN`. Those of
+    torch's kernels become what was measured in turn with it.
     """
     for choice in list(times):
         if isinstance(choice, _Caller):
