@@ -23,7 +23,6 @@ from ..formats.pieces import is_per_row
 from ..formats.tensor import QuantizedTensor
 from ..formats.weight import PackedWeight
 from ..kernels import decoders
-from ..kernels.any_width_packed import DECODERS as STAGED
 from ..kernels.any_width_packed import StageFormat
 from ..kernels.any_width_stage import ROWS
 from ..kernels.packed import load_packed, unpack
@@ -111,7 +110,7 @@ class Packed(Spec):
         """See `Spec.staged`: groups of a power of two, with scales in the type of a."""
         format = FORMATS[self.format_name]
         fits = not self.group or (self.group >= STRIP and self.group.bit_count() == 1)
-        known = (format.code, self.packed_bits) in STAGED
+        known = (format.code, self.packed_bits) in decoders.DECODERS
         if self.wide or self.matrices != 1 or not (fits and known):
             return None
         return StageFormat(format.code, self.packed_bits, self.group, self.shifts, format.zero)
@@ -464,16 +463,6 @@ def unpacking(
 # ---------------------------------------------------------------------------------------------------------------------
 # Device functions for a format
 
-#: The decoder of each kind of code, by `Format.code` and bits, which distinguish the two kinds of integers.
-DECODERS = {
-    ("int", 4): decoders.decode_int4,
-    ("int", 8): decoders.decode_int8,
-    ("e2m1", 4): decoders.decode_e2m1,
-    ("nf4", 4): decoders.decode_nf4,
-    ("e4m3", 8): decoders.decode_e4m3,
-    ("e5m2", 8): decoders.decode_e5m2,
-}
-
 _UNPACK = """\
 def unpack_{name}(words, scale, shift, ROWS: tl.constexpr, COLS: tl.constexpr, SPREAD: tl.constexpr):
     return UNPACK(
@@ -513,11 +502,11 @@ def unpacker(spec: Packed, asm: int, waits: bool) -> Any:
 @functools.cache
 def _unpacker(name: str, bits: int, shifts: str, dtype: torch.dtype, asm: int, waits: bool) -> Any:
     format = FORMATS[name]
-    if (format.code, bits) not in DECODERS:
-        known = ", ".join(f"{code} of {bits} bits" for code, bits in DECODERS)
+    if (format.code, bits) not in decoders.DECODERS:
+        known = ", ".join(f"{code} of {bits} bits" for code, bits in decoders.DECODERS)
         raise NotImplementedError(
             f"format {format.name!r} has no decoder for {format.code!r} of {bits} bits, so that no kernel can "
-            f"multiply it; operands.packed.DECODERS has {known}"
+            f"multiply it; kernels.decoders.DECODERS has {known}"
         )
     facts = {
         "code": format.code, "per": 32 // bits, "zero": format.zero, "offsets": shifts == "offsets",
@@ -525,7 +514,7 @@ def _unpacker(name: str, bits: int, shifts: str, dtype: torch.dtype, asm: int, w
     }  # fmt: skip
     space = {
         "UNPACK": unpack,
-        "DECODE": DECODERS[format.code, bits],
+        "DECODE": decoders.DECODERS[format.code, bits].device,
         "RUNS": tl.constexpr(runs(format.order, format.bits)),
     }
     return compiled(_UNPACK.format(name=_name(facts), **facts), space)
