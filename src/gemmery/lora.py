@@ -23,8 +23,8 @@ from .dtypes import accumulator
 from .epilogues.function import Epilogue
 from .epilogues.library import residual
 from .formats.weight import PackedWeight
+from .launch.unpacking import unpacked
 from .operands import DenseOperand, Operand, PackedOperand, rebuild
-from .operands.packed import unpacked
 from .precision import AskedPrecision, resolved
 from .product.build import weight_operand
 from .product.check import check_not_packed, check_tensor
