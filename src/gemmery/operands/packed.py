@@ -259,9 +259,8 @@ class PackedOperand(Operand):
 
     def __init__(self, weight: QuantizedTensor, transposed: bool = False) -> None:
         self.weight, self.transposed = weight, transposed
-        own = weight.__dict__
-        self._parts = own["words"], own["scales"], own["zeros"], own["offsets"], own["channel"]
-        self.matrix = meta_proxy(weight, own["words"].device, transposed)
+        self._parts = (weight.words, weight.scales, weight.zeros, weight.offsets, weight.channel)
+        self.matrix = meta_proxy(weight, weight.words.device, transposed)
         self.tensors = tuple([x for x in self._parts if x is not None])
         self.places = tuple([i for i, x in enumerate(self._parts[:4]) if x is not None])
         self.launched = tuple([self._parts[i] for i in self.places])
