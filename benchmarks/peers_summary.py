@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.records import Data, read_folder, run_line
+from benchmarks.records import Data, read_folder, run_line, table
 from gemmery.lab import timing
 
 OURS = "gemmery"
@@ -131,3 +131,15 @@ def _fastest(times: dict[str, list[float]], group: str, packed: bool) -> str | N
     """The fastest method of a group, with output embeddings in int4 or in bf16."""
     names = [name for name in times if name.startswith(group) and (HEAD_IN_INT4 in name) == packed]
     return min(names, key=lambda name: statistics.median(times[name]), default=None)
+
+
+def page(folder: Path) -> str:
+    """Everything between the marks of docs/when-to-use-what.md; "" without results."""
+    products, generation = read(folder)
+    parts = []
+    if products:
+        parts += ["### Products", table(HEAD, lines(products), "llrrr"), ABOUT, places(products)]
+    for result in generation:
+        parts += ["### A model", table(STEPS_HEAD, step_lines(result), "lr"), ABOUT_STEPS, bars(result)]
+        parts.append(places([result]))
+    return "\n\n".join(parts)
