@@ -96,6 +96,15 @@ def test_three_projections_are_one_product(apart, joined, monkeypatch):
     near(attention.v_proj(2 * x), alone.v_proj(2 * x), 0.01)
     attention.q_proj(x)
     near(attention.k_proj(x + 1), alone.k_proj(x + 1), 0.01)
+    # The tensor may be the same one and have other numbers.
+    attention.q_proj(x)
+    for name in ("k_proj", "q_proj", "q_proj", "v_proj"):
+        x.mul_(-2)
+        near(getattr(attention, name)(x), getattr(alone, name)(x), 0.01)
+    with torch.inference_mode():
+        x = torch.randn(2, 64).bfloat16()
+        for name in PROJECTIONS:
+            near(getattr(attention, name)(x), getattr(alone, name)(x), 0.01)
 
 
 def test_state_dicts_are_those_of_the_layers(apart, joined):

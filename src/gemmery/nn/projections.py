@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from ..formats import pieces
 from ..formats.tensor import QuantizedTensor
@@ -23,15 +24,15 @@ from .stacking import parameters_of, why_not_stacked
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 #: The name of the layer with the rows of all of them.
 WHOLE = "qkv_proj"
-#: Attention of transformers whose forward calls the three projections with its first argument, and then views their
-#: results as heads. A class comes in here when its forward has been read; a test reads it again in the release that is
-#: installed.
-_CLASSES = (
+_NAMES = (
     "LlamaAttention MistralAttention MinistralAttention Ministral3Attention MixtralAttention Qwen2Attention "
     "Qwen2MoeAttention Qwen3Attention Qwen3MoeAttention GemmaAttention Gemma2Attention Gemma3Attention "
     "GraniteAttention"
 )
-CLASSES = frozenset(_CLASSES.split())
+#: Attention of transformers whose forward calls the three projections with its first argument, and then views their
+#: results as heads. A class comes in here when its forward has been read; a test reads it again in the release that is
+#: installed.
+CLASSES = frozenset(_NAMES.split())
 
 
 class StackedLinear(QuantizedLinear):
@@ -42,7 +43,8 @@ class StackedLinear(QuantizedLinear):
     Attributes:
         names: of the layers, as the module that has them calls them.
         sizes: the rows of each.
-        kept: the last input and its products by layer, for the layers that are called next; None after the last one.
+        kept: the first layer's last input, the version that this had, and the products by layer, for the layers that
+            are called next; None after the last one.
         pending: what a state dict has had for some of the layers, by index and kind, and can't be one weight with the
             rows of the others yet.
     """
@@ -54,25 +56,28 @@ class StackedLinear(QuantizedLinear):
         self.train(first.training)
         self.names = [*layers]
         self.sizes = [layer.out_features for layer in layers.values()]
-        self.kept: tuple[Tensor, tuple[Tensor, ...]] | None = None
+        self.kept: tuple[Tensor, int, tuple[Tensor, ...]] | None = None
         self.pending: dict[int, dict[str, Tensor]] = {}
 
     def product_of(self, index: int, x: Tensor) -> Tensor:
         """The product of x and the rows of one layer.
 
-        The first layer that is called with a tensor multiplies by all rows. Those that are called next with the same
-        tensor take their columns.
+        The first layer multiplies by all rows. Those that are called next with the same tensor take their columns, if
+        it has not been changed in place.
         """
         if self.pending:
             raise RuntimeError(
                 f"{', '.join(self.names)} are one packed weight, and load_state_dict was given other formats for some "
                 "of them; load all of them"
             )
-        kept = self.kept
-        if kept is None or kept[0] is not x:
-            kept = (x, self(x).split(self.sizes, -1))
-        self.kept = kept if index + 1 < len(self.sizes) else None
-        return kept[1][index]
+        kept = self.kept if index else None
+        if kept is None or kept[0] is not x or kept[1] != _version(x):
+            kept = (x, _version(x), self(x).split(self.sizes, -1))
+        if index == 0:
+            self.kept = kept
+        elif index + 1 == len(self.sizes):
+            self.kept = None
+        return kept[2][index]
 
     def rows(self, index: int) -> slice:
         """Where the rows of a layer are."""
@@ -96,11 +101,13 @@ class StackedLinear(QuantizedLinear):
             entries = {kind: self._entries(kind) for kind in ("weight", "bias")}
             whole = {kind: torch.cat(parts) for kind, parts in entries.items() if parts}
             self.pending.clear()
+            self.kept = None
             super()._load_from_state_dict(whole, "", local_metadata, True, [], [], error_msgs)
 
     def _entries(self, kind: str) -> list[Tensor]:
         """The weights or biases of all layers, those that are pending among them; none where there is no bias."""
-        found = [self.pending.get(i, {}).get(kind, self.entry(i, kind)) for i in range(len(self.sizes))]
+        given = [self.pending.get(i, {}).get(kind) for i in range(len(self.sizes))]
+        found = [self.entry(i, kind) if x is None else x for i, x in enumerate(given)]
         return [x for x in found if x is not None]
 
     def _why_pending(self) -> str | None:
@@ -122,6 +129,11 @@ class StackedLinear(QuantizedLinear):
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"kept": None}
+
+
+def _version(x: Tensor) -> int:
+    """A number that changes when a tensor is changed in place, where torch counts that."""
+    return 0 if is_compiling() or x.is_inference() else x._version
 
 
 class StackedPart(PackedLinear):
