@@ -18,7 +18,7 @@ from ..formats.tensor import QuantizedTensor
 from .linear import own_code
 from .packed import PackedLinear
 from .quantized import QuantizedLinear
-from .stacking import parameters_of, why_not_stacked
+from .stacking import parameters_of, rows_of, why_not_stacked
 
 #: The projections of attention that have one input, in the order of their calls.
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
@@ -176,8 +176,8 @@ class StackedPart(PackedLinear):
 
     def alone(self) -> QuantizedLinear:
         """A layer with a copy of the rows."""
-        bias = None if self.bias is None else nn.Parameter(self.bias, self.whole.bias.requires_grad)  # type: ignore[union-attr]
-        return QuantizedLinear(self.weight, bias, batch_invariant=self.batch_invariant).train(self.training)
+        rows = self.whole.rows(self.index)
+        return rows_of(self.whole, rows.start, rows.stop).train(self.training)
 
     def described(self) -> str:
         """The weight's format, and whose rows it is one with."""
