@@ -81,7 +81,7 @@ def epilogue_of(problem: Problem) -> Any:
 
 def of_sum(problem: Problem, made: Any, reads_ahead: bool = False) -> Any:
     """A device function of an epilogue, given the sum as a problem's kernel has it; see `Spec.of_partial_sum`."""
-    return problem.a.of_partial_sum(problem, problem.b.of_sum(made, problem.device), reads_ahead)
+    return problem.b.of_sum(problem.a.of_partial_sum(problem, made, reads_ahead), problem.device)
 
 
 def needs_only_its_block(problem: Problem) -> bool:
