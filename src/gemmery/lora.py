@@ -8,8 +8,8 @@ the backward pass are x and u.
 For high ranks, and where rows must have the same bits in every batch, `u @ b.T` and `v @ a` are products of their own,
 which the epilogue of the large product adds; see `_in_kernel`.
 
-u and v are stored transposed, (r, M). Then each thin product has r rows, as that of a few tokens with a weight. The
-large product reads copies of them, since its threads load numbers that are adjacent along r.
+u and v are (r, M), so that each thin product has r rows, as that of a few tokens with a weight. They are stored with
+adjacent elements along r, as threads of the large product load them.
 """
 
 from __future__ import annotations
@@ -236,12 +236,12 @@ def _check_shapes(
 
 
 def _thin(factor: Tensor, x: Tensor, scale: float, precision: Any, batch_invariant: bool = False) -> Tensor:
-    """`scale * factor @ x.T`, (r, M)."""
-    made = x.new_empty(factor.shape[0], x.shape[0])
+    """`scale * factor @ x.T`, (r, M), with adjacent elements along r."""
     if batch_invariant:
         # Each row of x is to be a row of a product.
-        rows = matmul(x, factor.mT, precision=precision, batch_invariant=True) * scale
-        return made.copy_(rows.mT)
+        rows: Tensor = matmul(x, factor.mT, precision=precision, batch_invariant=True) * scale
+        return rows.mT
+    made = x.new_empty(x.shape[0], factor.shape[0]).mT
     # Of `made` nothing is read: beta is 0.
     return addmm(made, factor, x.mT, beta=0, alpha=scale, out=made, precision=precision)
 
@@ -278,7 +278,7 @@ def _sum(
         thin, factor: (r, M), and (r, N) of any type.
     """
     if _in_kernel(len(thin), how):
-        adapted = WithAdapter(x, thin.mT.contiguous(), _short_rows(factor, x.dtype))
+        adapted = WithAdapter(x, thin.mT, _short_rows(factor, x.dtype))
         made: Tensor = product(op, adapted, weight, bias, NONE, out, how)
         return made
     z = product("matmul", thin.mT, factor.to(x.dtype), bias, NONE, None, how)
@@ -337,7 +337,8 @@ def _backward(
         v = _thin(_turned(b, kind), grad, scale, precision) if needs_v else grad.new_empty(0)
         if wanted[2]:
             assert u is not None
-            matmul(u, grad, out=of_b.mT, out_dtype=b.dtype, **how)
+            # A copy, since products read rows of few elements slowly along their columns.
+            matmul(u.contiguous(), grad, out=of_b.mT, out_dtype=b.dtype, **how)
         if wanted[3]:
             of_bias.copy_(grad.sum(0, dtype=accumulator(kind)))
         if wanted[1]:
@@ -421,7 +422,7 @@ def _keep(
 def _run_fake(
     x: Tensor, weight: list[Tensor], sizes: list[int], text: str, a: Tensor, b: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape[0], b.shape[0]), x.new_empty(a.shape[0], x.shape[0])
+    return x.new_empty(x.shape[0], b.shape[0]), x.new_empty(x.shape[0], a.shape[0]).mT
 
 
 def _backward_fake(grad: Tensor, *others: Any) -> list[Tensor]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from .binding import promotes
-from .cost import FILL, FILLED, FUNCTION, Costs, Floats, Given, Stream, calls_of, fitted
+from .cost import FILL, FILLED, FUNCTION, Costs, Floats, Given, Stream, calls_of, fitted, thin_seconds
 from .persistent_static import Work
 
 if TYPE_CHECKING:
@@ -248,7 +248,7 @@ def _epilogue_seconds(
         elements: of a warpgroup's part of it.
     """
     p = problem
-    seconds: Floats = area * (FUNCTION * calls_of(p))
+    seconds: Floats = area * (FUNCTION * calls_of(p)) + thin_seconds(p, elements)
     of_rows, of_columns = (
         any(bool(x.row) == row and bool(x.col) != row for x in p.extras) for row in (True, False)
     )

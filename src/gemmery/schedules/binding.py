@@ -40,6 +40,8 @@ TL: dict[torch.dtype, Any] = {dtype: getattr(tl, name.removeprefix("tl.")) for d
 PROMOTE_EVERY = 128
 #: 32-bit words per thread that kernels may spill where ranks add up their partial sums, behind the loop.
 SUM_SPILLS = 40
+#: What `Spec.suits_registers` asks for, in words.
+SHORT_ROWS = "thin matrices of an adapter in aligned rows with adjacent elements, whose number is a multiple of 4"
 #: TMA takes blocks of at most this many elements along each dimension.
 BOX = 256
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from ..kernels.thin import span_of
+
 if TYPE_CHECKING:
     from ..problem import Config, Problem
     from ..select.space import Space
@@ -35,6 +37,9 @@ FUNCTION, ELEMENT = 0.85e-10, 0.4e-10
 #: multiprocessor. Fitted to a product of 8192x4096x8192 on an H200 that is added to a matrix of float32 and of bf16,
 #: in up to eight configs each (`benchmarks/results/looks/added-bf16.json`).
 ADDED = 1.0e-8
+#: Seconds in which a warpgroup adds a product of thin matrices to 64 by 64 elements, and those for each number along the
+#: short side.
+THIN, THIN_RANK = 0.15e-6, 4e-9
 #: Standard deviation of the sizes of groups over their mean, besides what chance adds. Experts of trained models have
 #: Gini coefficients of 0.1 to 0.25 (arXiv:2605.20982). And the sizes that stand for all, in standard deviations.
 IMBALANCE = 0.36
@@ -128,11 +133,31 @@ def calls_of(problem: Problem) -> float:
 
 
 def added(problem: Problem, space: Space) -> Floats:
-    """Seconds for each element of a tile in which a matrix is added that no traced epilogue reads; see `ADDED`."""
-    if problem.epilogue != "add_matrix" or problem.addend is None:
-        return np.zeros(1)
-    threads = space.num_warps * problem.device.target.warp_size
-    return np.asarray(ADDED * problem.addend.dtype.itemsize / threads)
+    """Seconds for each element of a tile in which a matrix, or a product of thin ones, is added behind the sum.
+
+    Of a matrix that a traced epilogue reads there are none. See `ADDED`.
+    """
+    area = space.block_m * space.block_n
+    seconds = thin_seconds(problem, area * 4 / space.num_warps) / area
+    if problem.epilogue == "add_matrix" and problem.addend is not None:
+        threads = space.num_warps * problem.device.target.warp_size
+        seconds = seconds + ADDED * problem.addend.dtype.itemsize / threads
+    return np.asarray(seconds)
+
+
+def thin_seconds(problem: Problem, elements: Floats) -> Floats:
+    """Seconds in which a warpgroup adds a product of thin matrices to elements of a tile; 0 where there is none."""
+    rank = problem.a.adapter_rank
+    return np.asarray((THIN + THIN_RANK * rank) * np.maximum(elements / 64**2, 1) * (rank > 0))
+
+
+def thin_bytes(problem: Problem, rows: Floats, cols: Floats) -> Floats:
+    """Bytes of shared memory for the blocks of two thin matrices, where a tile's rows by some columns are finished.
+
+    Exact for what Triton 3.7 compiles for Hopper.
+    """
+    rank = problem.a.adapter_rank
+    return np.asarray((rows + cols) * (span_of(rank) if rank else 0) * problem.a.dtype.itemsize)
 
 
 def fitted(problem: Problem) -> bool:

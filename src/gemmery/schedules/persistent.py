@@ -9,7 +9,7 @@ import numpy as np
 
 from ..kernels import gemm
 from .binding import Binding, epilogue_subtiles
-from .cost import ELEMENT, FUNCTION, STORE, Floats, added, calls_of, fitted, stage_bytes
+from .cost import ELEMENT, FUNCTION, STORE, Floats, added, calls_of, fitted, stage_bytes, thin_bytes
 from .tile import Tile
 from .walk import Ints, Walk, in_turn, whole_tiles
 from .waves import Waves
@@ -53,6 +53,7 @@ class Persistent(Tile):
         # A matrix that is added passes through memory of its own. Exact for what Triton 3.7 compiles for Hopper.
         held = 0 if p.fusion is not None and not p.fusion.stores else 1 + (p.epilogue == "add_matrix")
         stored = s.block_m * s.block_n / subtiles / (2 if p.paired else 1) * p.out.dtype.itemsize * held
+        stored = stored + thin_bytes(p, s.block_m, s.block_n / subtiles)
         return np.asarray((stages + stored < p.device.target.shared) | (s.loader != "descriptor"))
 
     def around(self, work: Floats, together: Floats, start: float, store: Floats) -> Floats:
