@@ -109,12 +109,12 @@ class Problem:
     def wants_room(self) -> bool:
         """Whether a tile's end takes more than usual: registers, see `wants_subtiles`, or shared memory.
 
-        Elements that are wider than those of the operands' usual result take more of it, and so do a matrix and a thin
-        product that are added: Triton moves their blocks through shared memory.
+        Elements that are wider than those of the operands' usual result take more of it, and so does a matrix that is
+        added: Triton moves each block of it through shared memory.
         """
         is_stored = self.fusion is None or self.fusion.stores
         is_wide = is_stored and self.out.dtype.itemsize > OUT_DTYPES[self.a.dtype][0].itemsize
-        return self.wants_subtiles or self.epilogue == "add_matrix" or is_wide or self.a.adapter_rank > 0
+        return self.wants_subtiles or self.epilogue == "add_matrix" or is_wide
 
     @property
     def layouts(self) -> tuple[Layout, ...]:

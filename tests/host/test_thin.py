@@ -48,7 +48,9 @@ def run(rank, words, count, rows_x, rows_y, stride):
     # As `wgmma` leaves them: rows g and g + 8 of a warp's 16, two columns each.
     row, quad = thread // 32 * 16 + thread % 32 // 4, thread % 4
     before = r.standard_normal((64, 8 * count)).astype(np.float32)
-    sums = [before[row + 8 * (i // 2), 8 * block + 2 * quad + i % 2] for block in range(count) for i in range(4)]
+    sums = [
+        before[row + 8 * (i // 2), 8 * block + 2 * quad + i % 2] for block in range(count) for i in range(4)
+    ]
     given = (0, rows_x * stride * 2, 2 * stride, 2 * stride, rows_x, rows_y)
     operands = [*sums, *sums, *[thread * 0 + x for x in given for _ in range(4)]]
     program = Fragments(

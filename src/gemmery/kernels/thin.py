@@ -4,9 +4,9 @@ It is added to the accumulator where a tile ends, before the epilogue. So it is 
 size is stored.
 
 In Triton's kernels it is one more `tl.dot`. In Gluon's kernels all shared memory is used, so a warp loads its part of
-both matrices straight into registers. Blocks whose elements lie among threads as `wgmma` leaves them, in squares of 8 by
-8, are multiplied by `mma.sync`, which has its results there. Other blocks are those of few rows, to which the products
-of columns and rows are added one by one.
+both matrices straight into registers. Where the elements of a block lie among threads as `wgmma` leaves them, in
+squares of 8 by 8, the instruction is `mma.sync`, which has its results there. Other blocks are those of few rows, to
+which the products of columns and rows are added one by one.
 """
 
 from typing import Any
@@ -44,7 +44,16 @@ def span_of(rank):
 
 @triton.jit
 def add_blocks(
-    acc, left, right, strides, shape, row, col, RANK: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr
+    acc,
+    left,
+    right,
+    strides,
+    shape,
+    row,
+    col,
+    RANK: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     """`acc` and the product of its rows of `left` and its columns of `right`; see `with_product`."""
     left_row, left_col, right_row, right_col = strides
@@ -151,7 +160,12 @@ def fragments_text(count, rank, words, kind):
                     f" {{a{i}_0, a{i}_1, a{i}_2, a{i}_3}}, {{b{i}_0, b{i}_1}}, {{{sums}}};"
                 )
             lines.append(f"mad.wide.s32 y, {y_step}, 8, y;")
-    names = [f"{name}{i}_{j}" for name, n in (("a", 4), ("b", 2)) for i in range(SPAN.value // 16) for j in range(n)]
+    names = [
+        f"{name}{i}_{j}"
+        for name, n in (("a", 4), ("b", 2))
+        for i in range(SPAN.value // 16)
+        for j in range(n)
+    ]
     return (
         "{ .reg .pred in0, in1, iny, some; .reg .b64 x0, x1, y, y_first; .reg .b32 quad, warp, row, behind, room;"
         f".reg .b32 {', '.join(names)}; {' '.join(lines)} }}"
@@ -220,31 +234,23 @@ def add_fragments(
     """
     KIND: gl.constexpr = "f16" if x.dtype.element_ty == gl.float16 else "bf16"
     LAYOUT: gl.constexpr = acc.type.layout
+    at_x = gl.cast(x, gl.int64) + gl.cast(x_first, gl.int64) * (2 * x_stride)
+    at_y = gl.cast(y, gl.int64) + gl.cast(y_first, gl.int64) * (2 * y_stride)
     made = multiply_fragments(
-        eights_of(acc), in_block(address_of(x, x_first, x_stride)), in_block(address_of(y, y_first, y_stride)),
-        in_block(gl.to_tensor(2 * x_stride)), in_block(gl.to_tensor(2 * y_stride)), in_block(gl.to_tensor(x_end - x_first)),
+        eights_of(acc), in_block(at_x), in_block(at_y), in_block(gl.to_tensor(2 * x_stride)),
+        in_block(gl.to_tensor(2 * y_stride)), in_block(gl.to_tensor(x_end - x_first)),
         in_block(gl.to_tensor(y_end - y_first)), RANK, WORDS, KIND,
     )  # fmt: skip
     return gl.convert_layout(columns_of(made), LAYOUT, assert_trivial=True)
 
 
-@gluon.jit
-def address_of(x, row, stride):
-    """Where a row of a matrix of 16-bit numbers begins."""
-    return gl.cast(x, gl.int64) + gl.cast(row, gl.int64) * (2 * stride)
-
-
 @triton.jit
-def add_in_registers(
-    acc, left, right, strides, shape, row, col, RANK: tl.constexpr, WORDS: tl.constexpr
-):
+def add_in_registers(acc, left, right, strides, shape, row, col, RANK: tl.constexpr, WORDS: tl.constexpr):
     """`add_blocks` in Gluon's kernels."""
     FRAGMENTS: tl.constexpr = fragments_of(acc.type) if WORDS > 0 else 0
-    left_row, left_col, right_row, right_col = strides
+    left_row, right_col = strides[0], strides[3]
     if FRAGMENTS == 1:
-        return add_fragments(
-            acc, left, right, left_row, right_col, shape[0], shape[1], row, col, RANK, WORDS
-        )
+        return add_fragments(acc, left, right, left_row, right_col, shape[0], shape[1], row, col, RANK, WORDS)
     elif FRAGMENTS == 2:
         turned = add_fragments(
             acc.permute(1, 0), right, left, right_col, left_row, shape[1], shape[0], col, row, RANK, WORDS
@@ -262,13 +268,17 @@ def add_in_registers(
 def with_product(
     acc, args, shape, sizes, batch, row, col, ROWS: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr,
     EPILOGUE: tl.constexpr, RANK: tl.constexpr, PRECISION: tl.constexpr, SCALED: tl.constexpr, AHEAD: tl.constexpr,
-    WIDE_STRIDES: tl.constexpr, WORDS: tl.constexpr,
+    WIDE_STRIDES: tl.constexpr, WORDS: tl.constexpr, SOURCE: tl.constexpr,
 ):  # fmt: skip
     """An epilogue of the sum and a product of thin matrices.
 
     Args:
         args: the matrices `left`, (M, RANK), and `right`, (RANK, N); their strides; with SCALED the scales of the sum's
-            columns and their stride; and the epilogue's own. With AHEAD a pair of these and of what the epilogue has read ahead.
+            columns and their stride; and the epilogue's own. With AHEAD a pair of these and of what the epilogue has
+            read ahead.
+        WIDE_STRIDES: whether an offset within a block can pass 2^31 elements.
+        WORDS: see `multiply_fragments`; 0 where threads can load neither 2 nor 4.
+        SOURCE: identifies the version of this file, which writes assembly.
     """
     read = None
     given = args

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..epilogues.device import with_constants
+from ..epilogues.device import digest, with_constants
 from ..kernels import thin
 from .base import Layout, Operand, Spec
 from .dense import Dense, DenseOperand
@@ -44,13 +44,13 @@ class Adapted(Dense):
 
     Attributes:
         rank: columns of the left thin matrix.
-        columns: those of the right one, the product's.
+        width: columns of the right one, and of the product.
         thin: the layouts of both.
         scale: the layout of the scales of the product's columns, or None.
     """
 
     rank: int = 0
-    columns: int = 0
+    width: int = 0
     thin: tuple[Layout, ...] = ()
     scale: Layout | None = None
 
@@ -65,7 +65,7 @@ class Adapted(Dense):
 
     @property
     def words(self) -> int:
-        """Pairs of adjacent numbers along the short side that a thread can load at a time: 4, 2 or, if not even 2, 0."""
+        """Pairs of adjacent numbers along the short side that a thread can load at a time: 4, 2 or, if not 2, 0."""
         left, right = self.thin
         if self.dtype.itemsize != 2 or not (left.col == right.row == 1 and left.aligned and right.aligned):
             return 0
@@ -79,11 +79,11 @@ class Adapted(Dense):
 
     def bytes(self, rows: int, cols: int, batch: tuple[int, ...]) -> int:
         """See `Layout.bytes`; with those of the thin matrices."""
-        return Dense.bytes(self, rows, cols, batch) + self.dtype.itemsize * self.rank * (rows + self.columns)
+        return Dense.bytes(self, rows, cols, batch) + self.dtype.itemsize * self.rank * (rows + self.width)
 
     def shapes(self, rows: int, cols: int, batch: tuple[int, ...], is_b: bool) -> list[tuple[int, ...]]:
-        scale = [] if self.scale is None else [(1, self.columns)]
-        return [(*batch, rows, cols), (rows, self.rank), (self.rank, self.columns), *scale]
+        scale = [] if self.scale is None else [(1, self.width)]
+        return [(*batch, rows, cols), (rows, self.rank), (self.rank, self.width), *scale]
 
     def of_partial_sum(self, problem: Problem, epilogue: Any, reads_ahead: bool) -> Any:
         left, right = self.thin
@@ -91,13 +91,11 @@ class Adapted(Dense):
         return with_constants(
             thin.with_product, EPILOGUE=epilogue, RANK=self.rank, PRECISION=problem.precision,
             SCALED=self.scale is not None, AHEAD=reads_ahead, WIDE_STRIDES=max(steps) * _BLOCK >= 1 << 31,
-            WORDS=self.words,
+            WORDS=self.words, SOURCE=digest(thin),
         )  # fmt: skip
 
     def before_sum(self, prefetch: Any) -> Any:
-        return with_constants(
-            thin.before_product, PREFETCH=prefetch, FIRST=6 if self.scale is None else 8
-        )
+        return with_constants(thin.before_product, PREFETCH=prefetch, FIRST=6 if self.scale is None else 8)
 
     def sum_arguments(
         self, problem: Problem, tensors: Sequence[Any], numbers: Sequence[float]
@@ -155,7 +153,9 @@ class AdaptedOperand(DenseOperand):
 
     def spec(self, matrix: Spec, along: Sequence[Layout], problem: Problem) -> Spec:
         m, scale = matrix, self.scale
-        of_scale = None if scale is None else Layout(scale.dtype, (), 0, scale.stride(0), scale.data_ptr() % 16 == 0)
+        of_scale = (
+            None if scale is None else Layout(scale.dtype, (), 0, scale.stride(0), scale.data_ptr() % 16 == 0)
+        )
         rank, columns = self.right.shape
         return Adapted(
             m.dtype, m.steps, m.row, m.col, m.aligned, None, rank, columns, (_layout(self.left), _layout(self.right)),

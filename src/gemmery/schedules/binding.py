@@ -6,12 +6,8 @@ binding serves a launch, a compilation for the GPU at hand, and a cross-compilat
 
 from __future__ import annotations
 
-import hashlib
-import inspect
 import weakref
 from collections.abc import Sequence
-from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -41,7 +37,9 @@ PROMOTE_EVERY = 128
 #: 32-bit words per thread that kernels may spill where ranks add up their partial sums, behind the loop.
 SUM_SPILLS = 40
 #: What `Spec.suits_registers` asks for, in words.
-SHORT_ROWS = "thin matrices of an adapter in aligned rows with adjacent elements, whose number is a multiple of 4"
+SHORT_ROWS = (
+    "thin matrices of an adapter in aligned rows with adjacent elements, whose number is a multiple of 4"
+)
 #: TMA takes blocks of at most this many elements along each dimension.
 BOX = 256
 
@@ -91,12 +89,6 @@ def needs_only_its_block(problem: Problem) -> bool:
     p, f = problem, problem.fusion
     plain = f is None or (f.stores and not (f.reduces or f.whole or p.a.prologue))
     return plain and all((x.row + x.col) * BOX < 1 << 31 for x in p.extras)
-
-
-def digest(*modules: ModuleType) -> str:
-    """A digest of a kernel's files, since Triton does not notice changes in functions that write assembly."""
-    files = b"".join(Path(inspect.getfile(each)).read_bytes() for each in modules)
-    return hashlib.sha256(files).hexdigest()[:16]
 
 
 def phases(problem: Problem) -> tuple[Any, Any]:

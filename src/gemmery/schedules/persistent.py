@@ -9,7 +9,7 @@ import numpy as np
 
 from ..kernels import gemm
 from .binding import Binding, epilogue_subtiles
-from .cost import ELEMENT, FUNCTION, STORE, Floats, added, calls_of, fitted, stage_bytes, thin_bytes
+from .cost import ELEMENT, FUNCTION, STORE, Floats, added, calls_of, fitted, stage_bytes
 from .tile import Tile
 from .walk import Ints, Walk, in_turn, whole_tiles
 from .waves import Waves
@@ -32,6 +32,8 @@ class Persistent(Tile):
     def needs(self, problem: Problem) -> Iterator[tuple[bool, str]]:
         yield from super().needs(problem)
         yield not problem.ragged, "a product without groups"
+        # ptxas makes every product wait for the one before where another one follows in the same loop.
+        yield not problem.a.adapter_rank, "a product without an adapter"
         # They spill a lot: tiles are large, and the tail's code comes behind theirs.
         yield not problem.a.is_summed, "a product that is not summed over ranks"
 
@@ -53,7 +55,6 @@ class Persistent(Tile):
         # A matrix that is added passes through memory of its own. Exact for what Triton 3.7 compiles for Hopper.
         held = 0 if p.fusion is not None and not p.fusion.stores else 1 + (p.epilogue == "add_matrix")
         stored = s.block_m * s.block_n / subtiles / (2 if p.paired else 1) * p.out.dtype.itemsize * held
-        stored = stored + thin_bytes(p, s.block_m, s.block_n / subtiles)
         return np.asarray((stages + stored < p.device.target.shared) | (s.loader != "descriptor"))
 
     def around(self, work: Floats, together: Floats, start: float, store: Floats) -> Floats:
