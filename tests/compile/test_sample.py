@@ -50,13 +50,49 @@ SUMMED = {
 
 #: Of a product of thin matrices that is added: the kernel's instruction for it, and others.
 ADAPTED = {
-    "dense": ("adapted_bias", "256x128x64-g0-w8-s4-cooperative-descriptor-swap", 4096, "gemm_any_width", True),
+    "dense": (
+        "adapted_bias",
+        "256x128x64-g0-w8-s4-cooperative-descriptor-swap",
+        4096,
+        "gemm_any_width",
+        True,
+    ),
     "turns": ("adapted", "128x128x64-g0-w8-s6-pingpong-descriptor", 4096, "gemm_any_width", True),
-    "packed": ("adapted_nf4", "256x128x64-g0-w8-s5-cooperative-descriptor-swap", 4096, "gemm_any_width", True),
-    "many parts": ("adapted_int4", "64x64x64-g0-w4-s8-cooperative-descriptor-k2-swap", 128, "gemm_any_width", True),
-    "with a matrix": ("adapted_residual", "128x176x64-g0-w8-s4-cooperative-descriptor", 4096, "gemm_any_width", True),
-    "sparse": ("adapted_sparse", "64x128x64-g0-w8-s4-cooperative-descriptor-swap", 128, "gemm_any_width", True),
-    "specialized": ("adapted_nf4", "256x128x64-g4-w8-s5-specialized-descriptor-swap", 4096, "gemm_specialized", True),
+    "packed": (
+        "adapted_nf4",
+        "256x128x64-g0-w8-s5-cooperative-descriptor-swap",
+        4096,
+        "gemm_any_width",
+        True,
+    ),
+    "many parts": (
+        "adapted_int4",
+        "64x64x64-g0-w4-s8-cooperative-descriptor-k2-swap",
+        128,
+        "gemm_any_width",
+        True,
+    ),
+    "with a matrix": (
+        "adapted_residual",
+        "128x176x64-g0-w8-s4-cooperative-descriptor",
+        4096,
+        "gemm_any_width",
+        True,
+    ),
+    "sparse": (
+        "adapted_sparse",
+        "64x128x64-g0-w8-s4-cooperative-descriptor-swap",
+        128,
+        "gemm_any_width",
+        True,
+    ),
+    "specialized": (
+        "adapted_nf4",
+        "256x128x64-g4-w8-s5-specialized-descriptor-swap",
+        4096,
+        "gemm_specialized",
+        True,
+    ),
     "few rows": ("adapted_int4", "8x32x128-g1-w8-s3-sliced_k-pointer-k2-swap", 8, "gemm_sliced_k", False),
 }
 
@@ -177,7 +213,9 @@ def test_thin_products_in_registers(name):
     # Where a tile ends, as `AnyWidthBinding.harmless_spills` allows it.
     assert took.spilled <= 136
     text = compiled.asm["ptx"]
-    assert ("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16" in text) is in_fragments or kernel == "gemm_sliced_k"
+    assert (
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16" in text
+    ) is in_fragments or kernel == "gemm_sliced_k"
     assert not serialised(compiled)
 
 

@@ -36,7 +36,8 @@ FUNCTION, ELEMENT = 0.85e-10, 0.4e-10
 #: in up to eight configs each (`benchmarks/results/looks/added-bf16.json`).
 ADDED = 1.0e-8
 #: Seconds in which a warpgroup adds a product of thin matrices to 64 by 64 elements, and those for each number along
-#: the short side. An H200 took 3.5 µs for all of 4096 by 4096, of rank 16.
+#: the short side. An H200 took 3.5 µs for 4096 by 4096 and rank 16
+#: (`benchmarks/results/looks/adapters-bf16.json`).
 THIN, THIN_RANK = 0.15e-6, 4e-9
 #: Standard deviation of the sizes of groups over their mean, besides what chance adds. Experts of trained models have
 #: Gini coefficients of 0.1 to 0.25 (arXiv:2605.20982). And the sizes that stand for all, in standard deviations.
