@@ -33,6 +33,7 @@ from .product.operator import LIBRARY
 from .product.run import product
 from .product.seen import autocast_dtype, check_forward_mode, in_transform, needs_dispatcher, wants_gradient
 from .product.spec import NONE
+from .product.spec import Options as How
 
 _OP = "lora_linear"
 _TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -237,8 +238,7 @@ def _thin(factor: Tensor, x: Tensor, scale: float, precision: Any, batch_invaria
         # Each row of x is to be a row of a product.
         rows: Tensor = matmul(x, factor.mT, precision=precision, batch_invariant=True) * scale
         return rows.mT.contiguous()
-    how = None, precision, False, False, None
-    made: Tensor = product("addmm", factor, x.mT, None, NONE, None, how, (scale, 0))
+    made: Tensor = product("addmm", factor, x.mT, None, NONE, None, How(precision=precision), (scale, 0))
     return made
 
 
@@ -299,12 +299,12 @@ def _backward(
         v = _thin(_turned(b, kind), grad, scale, precision) if needs_v else grad.new_empty(0)
         if wanted[2]:
             assert u is not None
-            matmul(u, grad, out=of_b.mT, out_dtype=b.dtype, **how)
+            product("matmul", u, grad, None, NONE, of_b.mT, How(b.dtype, precision))
         if wanted[3]:
             of_bias.copy_(grad.sum(0, dtype=accumulator(kind)))
         if wanted[1]:
             assert x is not None
-            matmul(v, x, out=of_a, out_dtype=a.dtype, **how)
+            product("matmul", v, x, None, NONE, of_a, How(a.dtype, precision))
         if wanted[4]:
             matmul(v.mT, a.to(kind), out=of_lora_x, **how)
         if wanted[0] and not apart:
