@@ -299,12 +299,12 @@ def _backward(
         v = _thin(_turned(b, kind), grad, scale, precision) if needs_v else grad.new_empty(0)
         if wanted[2]:
             assert u is not None
-            product("matmul", u, grad, None, NONE, of_b.mT, How(b.dtype, precision))
+            product("matmul", u, grad, None, NONE, of_b.mT, How(b.dtype, **how))
         if wanted[3]:
             of_bias.copy_(grad.sum(0, dtype=accumulator(kind)))
         if wanted[1]:
             assert x is not None
-            product("matmul", v, x, None, NONE, of_a, How(a.dtype, precision))
+            product("matmul", v, x, None, NONE, of_a, How(a.dtype, **how))
         if wanted[4]:
             matmul(v.mT, a.to(kind), out=of_lora_x, **how)
         if wanted[0] and not apart:

@@ -53,8 +53,9 @@ UNPACK_START, ONE_WIDTH = 3.20e-7, 0.447e-6
 #: Share of the bandwidth from L2 of one multiprocessor and of all together; seconds from asking for bytes until they
 #: are there.
 INTAKE, L2, LATENCY = 1.170, 0.998, 1.21e-6
-#: The least part of `FILL` that a row outside an operand takes, however few programs ask for such rows: 3.9 to 4.4 ns a
-#: row, on an H200 where 40 and 64 programs multiplied 16 rows by 4096x4096 in tiles of 64 rows.
+#: The least part of `FILL` that a row outside an operand takes, however few programs ask for such rows. Measured on an
+#: H200: 3.9 to 4.4 ns a row where 40 and 64 programs multiply 16 rows by 4096x4096 in tiles of 64 rows
+#: (`benchmarks/results/looks/thin-bf16.json`).
 FILL_ALONE = 0.61
 #: The exponent with which the products and the loads from L2 add up.
 JOINT = 16.0
