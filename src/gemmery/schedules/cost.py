@@ -28,6 +28,8 @@ TAIL_EFFICIENCY = 0.8
 #: part inside; and the share of the multiprocessors that ask for such rows from which on it takes as long. Fitted with
 #: the model of tiles of any width.
 FILL, FILLED = 7.05e-9, 0.615
+#: Bytes that lie together in shared memory along an operand's unit stride.
+CHUNK = 128
 #: Seconds that a function such as an activation takes for an element of a tile, and that reading or writing another
 #: matrix takes. Fitted with the model of tiles of any width.
 FUNCTION, ELEMENT = 0.85e-10, 0.4e-10
@@ -174,10 +176,22 @@ def filled(problem: Problem, space: Space, given: Given) -> Floats:
         outside_m = np.maximum(s.block_m - given.rows_inside(p.matrices), 0)
     # The multiprocessors that have a tile ask for such rows together.
     busy = np.minimum(1, tiles_m * tiles_n * p.matrices / p.device.sms) / FILLED
-    of_m = outside_m * (p.a.col == 1) * p.a.dtype.itemsize * np.minimum(1, busy / tiles_m)
-    of_n = outside_n * (p.b.row == 1) * p.b.bits / 8 * np.minimum(1, busy / tiles_n)
-    seconds: Floats = np.maximum(of_m, of_n) * s.block_k / 128 * FILL * (s.loader == "descriptor")
+    of_m = _outside(outside_m, p.a.col == 1, p.a.dtype.itemsize) * np.minimum(1, busy / tiles_m)
+    of_n = _outside(outside_n, p.b.row == 1, p.b.bits / 8) * np.minimum(1, busy / tiles_n)
+    seconds: Floats = np.maximum(of_m, of_n) * s.block_k / CHUNK * FILL * (s.loader == "descriptor")
     return seconds
+
+
+def _outside(count: Floats, along_k: bool, item: float) -> Floats:
+    """The bytes of a column of a block that lie outside the operand and are filled.
+
+    Args:
+        count: rows of the block outside the operand.
+        along_k: whether elements along K are adjacent. Else those of different rows are, in chunks, of which one is in
+            part inside.
+    """
+    bytes_outside = np.asarray(count * item)
+    return bytes_outside if along_k else bytes_outside % CHUNK
 
 
 class Stream(NamedTuple):
