@@ -117,7 +117,7 @@ def launches(monkeypatch):
     cache.forget()
 
 
-@pytest.mark.parametrize(("format", "most"), [("dense", 95), ("nf4", 115)])
+@pytest.mark.parametrize(("format", "most"), [("dense", 90), ("nf4", 108)])
 def test_a_repeated_step_takes_few_python_calls(launches, format, most):
     """Of gemmery's functions: each takes the host a microsecond, or two where autograd's thread runs it."""
     x, weight, others = inputs((3, 8), 64, 192, 16, BF16, format=format)
@@ -138,5 +138,5 @@ def test_a_repeated_step_takes_few_python_calls(launches, format, most):
     finally:
         sys.setprofile(None)
     # None goes another way than the shortest.
-    assert launches["launches"] == calls["launch"] >= 7
+    assert launches["launches"] == calls["launch"] >= 6
     assert calls.total() <= most, calls.most_common()
