@@ -1,12 +1,15 @@
 """A linear layer with a low-rank adapter as one call: `gemmery.lora_linear`.
 
-Forward there are three products: `u = scale * x @ a.T`, thin; `z = u @ b.T + bias`, short along K; and the large one,
-to which its epilogue adds z before it rounds. Backward, `v = scale * g @ b` is thin, `v.T @ x` and `u.T @ g` are the
-gradients of a and b, and that of x is `g @ weight`, to which an epilogue adds `v @ a`. So no sum of two matrices as
-large as x or the result is a pass of its own. Kept for the backward pass are x and u.
+Forward there are two products: `u = scale * x @ a.T`, thin; and the large one, whose kernel adds `u @ b.T` to its
+accumulators. Backward, `v = scale * g @ b` is thin, `v.T @ x` and `u.T @ g` are the gradients of a and b, and that of x
+is `g @ weight`, whose kernel adds `v @ a`. So no matrix as large as x or the result is written and read again. Kept for
+the backward pass are x and u.
 
-u and v are stored transposed, (r, M). Then each thin product has r rows, as that of a few tokens with a weight, and all
-other factors lie in memory as products read them best.
+For high ranks, and where rows must have the same bits in every batch, `u @ b.T` and `v @ a` are products of their own,
+which the epilogue of the large product adds; see `_in_kernel`.
+
+u and v are (r, M), so that each thin product has r rows, as that of a few tokens with a weight. They are stored with
+adjacent elements along r, as threads of the large product load them.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from .epilogues.function import Epilogue
 from .epilogues.library import residual
 from .formats.weight import PackedWeight
 from .launch.unpacking import unpacked
-from .operands import DenseOperand, Operand, PackedOperand, rebuild
+from .operands import DenseOperand, Operand, PackedOperand, WithAdapter, rebuild
 from .precision import AskedPrecision, resolved
 from .product.build import weight_operand
 from .product.check import check_not_packed, check_tensor
@@ -33,10 +36,13 @@ from .product.operator import LIBRARY
 from .product.run import product
 from .product.seen import autocast_dtype, check_forward_mode, in_transform, needs_dispatcher, wants_gradient
 from .product.spec import NONE
+from .product.spec import Options as How
 
 _OP = "lora_linear"
 _TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 RESIDUAL = Epilogue(residual)
+#: The highest rank for which the large product's kernel adds the thin one.
+MOST_RANK = 128
 
 
 def lora_linear(
@@ -232,13 +238,13 @@ def _check_shapes(
 
 
 def _thin(factor: Tensor, x: Tensor, scale: float, precision: Any, batch_invariant: bool = False) -> Tensor:
-    """`scale * factor @ x.T`, (r, M)."""
+    """`scale * factor @ x.T`, (r, M), with adjacent elements along r."""
     if batch_invariant:
         # Each row of x is to be a row of a product.
         rows: Tensor = matmul(x, factor.mT, precision=precision, batch_invariant=True) * scale
-        return rows.mT.contiguous()
-    how = None, precision, False, False, None
-    made: Tensor = product("addmm", factor, x.mT, None, NONE, None, how, (scale, 0))
+        return rows.mT
+    made = x.new_empty(x.shape[0], factor.shape[0]).mT
+    product("addmm", factor, x.mT, None, NONE, made, How(precision=precision), (scale, 0))
     return made
 
 
@@ -247,14 +253,48 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The result (M, N), and u (r, M)."""
     scale, precision, batch_invariant = options
-    how: dict[str, Any] = {"precision": precision, "batch_invariant": batch_invariant}
     kind = x.dtype
     with inner_products(x):
         a, b, bias = a.to(kind), b.to(kind), None if bias is None else bias.to(kind)
         u = _thin(a, x if lora_x is None else lora_x, scale, precision, batch_invariant)
-        z = matmul(u.mT, b.mT, bias=bias, **how)
         weight = operand.matrix.mT if operand.is_dense else operand.weight  # type: ignore[attr-defined]  # of a packed one
-        return linear(x, weight, epilogue=RESIDUAL, args=(z,), **how), u
+        how = How(precision=precision, batch_invariant=batch_invariant)  # type: ignore[arg-type]
+        return _sum("linear", x, weight, u, b.mT, bias, None, how), u
+
+
+def _in_kernel(rank: int, how: How) -> bool:
+    """Whether the kernel of the large product adds the thin one.
+
+    For high ranks, its loads from L2 take longer than a product of its own. Kernels differ in the order in which they
+    add.
+    """
+    return rank <= MOST_RANK and not how.batch_invariant
+
+
+def _sum(
+    op: str, x: Tensor, weight: Any, thin: Tensor, factor: Tensor, bias: Tensor | None, out: Tensor | None, how: How
+) -> Tensor:  # fmt: skip
+    """A product of x and a weight, and `thin.T @ factor` and a bias, rounded once.
+
+    Args:
+        thin, factor: (r, M), and (r, N) of any type.
+    """
+    if _in_kernel(len(thin), how):
+        adapted = WithAdapter(x, thin.mT, _short_rows(factor, x.dtype))
+        made: Tensor = product(op, adapted, weight, bias, NONE, out, how)
+        return made
+    z = product("matmul", thin.mT, factor.to(x.dtype), bias, NONE, None, how)
+    # Not to z itself: kernels that may store an element twice could not add to it.
+    made = product(op, x, weight, None, (RESIDUAL, (z,), None, ()), out, how)
+    return made
+
+
+def _short_rows(factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """(r, N) in a type, with adjacent elements along r."""
+    made = factor.mT
+    if made.dtype == dtype and made.is_contiguous():
+        return factor
+    return torch.empty(made.shape, dtype=dtype, device=made.device).copy_(made).mT
 
 
 def _run(
@@ -299,18 +339,16 @@ def _backward(
         v = _thin(_turned(b, kind), grad, scale, precision) if needs_v else grad.new_empty(0)
         if wanted[2]:
             assert u is not None
-            matmul(u, grad, out=of_b.mT, out_dtype=b.dtype, **how)
+            product("matmul", u, grad, None, NONE, of_b.mT, How(b.dtype, **how))
         if wanted[3]:
             of_bias.copy_(grad.sum(0, dtype=accumulator(kind)))
         if wanted[1]:
             assert x is not None
-            matmul(v, x, out=of_a, out_dtype=a.dtype, **how)
+            product("matmul", v, x, None, NONE, of_a, How(a.dtype, **how))
         if wanted[4]:
             matmul(v.mT, a.to(kind), out=of_lora_x, **how)
         if wanted[0] and not apart:
-            z = matmul(v.mT, a.to(kind), **how)
-            # Not to z itself: kernels that may store an element twice could not add to it.
-            matmul(grad, _unpacked(operand), epilogue=RESIDUAL, args=(z,), out=of_x, **how)
+            _sum("matmul", grad, _unpacked(operand), v, a, None, of_x, How(precision=precision))  # type: ignore[arg-type]
         elif wanted[0]:
             matmul(grad, _unpacked(operand), out=of_x, **how)
     return [of_x, of_a, of_b, of_bias, of_lora_x]
@@ -392,7 +430,7 @@ def _keep(
 def _run_fake(
     x: Tensor, weight: list[Tensor], sizes: list[int], text: str, a: Tensor, b: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape[0], b.shape[0]), x.new_empty(a.shape[0], x.shape[0])
+    return x.new_empty(x.shape[0], b.shape[0]), x.new_empty(x.shape[0], a.shape[0]).mT
 
 
 def _backward_fake(grad: Tensor, *others: Any) -> list[Tensor]:
