@@ -225,8 +225,8 @@ def _sparse(w: SparseTensor, format: Format, asked: _Asked) -> SparseTensor:
     size = rule.size if asked.group_size is None else asked.group_size
     if size not in sizes:
         raise ValueError(
-            f"quantize: group_size is {size}; with {format.name} and a sparse weight it must be "
-            f"{' or '.join(map(str, sizes))}"
+            f"quantize: group_size is {size}; with {format.name} and a sparse weight it must be one of "
+            f"{', '.join(map(str, sizes))}"
         )
     if not has_no_values(w.values) and not bool(w.values.isfinite().all()):
         raise ValueError("quantize: w has NaN or infinity")
@@ -304,7 +304,7 @@ def _request(w: Tensor, format: Format, rule: _Rule, asked: _Asked) -> tuple[_Ru
     size = rule.size if asked.group_size is None else asked.group_size
     if size not in rule.sizes:
         raise ValueError(
-            f"quantize: group_size is {size}; with {what} it must be {' or '.join(map(str, rule.sizes))}"
+            f"quantize: group_size is {size}; with {what} it must be one of {', '.join(map(str, rule.sizes))}"
         )
     if not symmetric and not rule.has_zeros:
         with_zeros = " and ".join(name for name, other in _RULES.items() if other.has_zeros)

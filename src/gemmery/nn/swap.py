@@ -280,7 +280,7 @@ class _Walk:
         """Decide about a module that is seen for the first time."""
         report = self.report
         if isinstance(module, _OURS):
-            report.left.append((path, "it is gemmery's already"))
+            report.left.append((path, "already a gemmery module"))
             return
         if isinstance(module, torch.jit.ScriptModule):
             report.left.append((path, "it is a torch.jit.ScriptModule, whose code is fixed"))
@@ -418,7 +418,7 @@ def why_not(module: nn.Module) -> str | None:
     """Why a linear layer is not replaced; None if it can be."""
     cls = type(module)
     if cls is Linear:
-        return "it is gemmery's already"
+        return "already a gemmery module"
     if parametrize.is_parametrized(module):
         return "it is parametrized"
     if cls is not nn.Linear:
