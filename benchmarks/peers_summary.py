@@ -8,19 +8,19 @@ from benchmarks.records import Data, read_folder, run_line
 from gemmery.lab import timing
 
 OURS = "gemmery"
-HEAD = ["product, M×N×K", "beside", "ratio", "gemmery, µs", "the other, µs"]
+HEAD = ["product, M×N×K", "peer", "ratio", "gemmery, µs", "peer, µs"]
 ABOUT = (
-    "A ratio is the other's time divided by gemmery's in the same round: the median, with the smallest and the largest "
+    "A ratio is the peer's time divided by gemmery's in the same round: the median, with the smallest and the largest "
     "in parentheses. Above 1, gemmery is faster. Times are medians. cuBLAS is torch's own product: `_scaled_mm` for "
-    "fp8, and in 16 bits where weights are packed. torch.compile has `max-autotune`, except for the loss."
+    "fp8, and the bf16 product for packed weights. torch.compile has `max-autotune`, except for the loss."
 )
-STEPS_HEAD = ["method", "1 row, µs a token", "over bf16", "16 rows, µs a token", "over bf16"]
+STEPS_HEAD = ["method", "1 row, µs per token", "speedup over bf16", "16 rows, µs per token", "speedup over bf16"]
 ABOUT_STEPS = (
-    "The second and the fourth number are the time of bf16 with torch.compile divided by the method's in the same "
+    "A speedup is the time of bf16 with torch.compile divided by the method's in the same "
     "round: the median, with the smallest and the largest in parentheses. All methods run in a CUDA graph, with a "
-    "static cache. The attention is `grouped_attention` of `benchmarks/generation.py`, or torch's where sdpa is named. "
-    "An int4 head is that of the output embeddings. With qkv as one, their three weights are one; the benchmark does "
-    "this, and `swap` does not."
+    "static cache. The attention is `grouped_attention` of `benchmarks/generation.py`, or torch's if the name contains sdpa. "
+    "The int4 head is the output embedding. With qkv as one, the weights of q, k and v are one weight; the benchmark "
+    "merges them, and `swap` does not."
 )
 #: What is common to the names of ours and of others.
 BF16, TORCHAO, TOGETHER = "bf16", "torchao", "qkv as one"

@@ -191,7 +191,7 @@ def test_wide_rows_are_refused():
     with pytest.raises(epilogues.Untraceable, match="a row of more than 256 columns"):
         gemmery.matmul(a, b, epilogue=WHOLE["rms_norm"], args=(torch.ones(300),))
     with pytest.raises(
-        ValueError, match="no tile is as wide as 256 columns.*the widest has 64.*use it after the product"
+        ValueError, match=r"no tile is as wide as 256 columns.*the widest has 64"
     ):
         gemmery.matmul(a, b[:, :256], epilogue=WHOLE["softmax"])
     with pytest.raises(ValueError, match="batch_invariant=True"):

@@ -98,8 +98,8 @@ def allowed(problem: Problem) -> Space:
         space = space.where(np.array([spans(problem, config) for config in space.configs], bool))
         if not len(space):
             raise ValueError(
-                f"{problem}: no tile is as wide as {problem.N} columns, which an epilogue that uses a reduced row again "
-                f"needs; the widest has {widest}. Return the reduced row, and use it after the product"
+                f"{problem}: no tile is as wide as {problem.N} columns, which an epilogue that uses a reduced row "
+                f"again needs; the widest has {widest}. Return the reduced row, and use it after the product"
             )
     if not problem.batch_invariant:
         return space
