@@ -33,17 +33,17 @@ The next rung removes this limit. As in rung 2, there is a kernel with block poi
 versions of Triton without block pointers. (On Hopper, descriptors use the TMA unit, which otherwise comes with rung 8.
 With these versions, the figures of rungs 3 and 4 are less comparable.)
 
-Blocking for each level of the memory: Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication",
+Blocking for each level of memory: Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication",
 TOMS 2008. For GPUs: NVIDIA's CUTLASS.
 
-**What it gained, and why.** The first kernel reaches 0.82 of cuBLAS at 4096x4096x4096, by the tensor cores and the
-compiler's pipeline alone. `benchmarks/ladder_code.py` prints what the compiler made of both windows: with block
-pointers each thread copies eight times 16 bytes a step; with descriptors one thread asks the TMA unit for two blocks.
-The products are the same. So the difference at 4096, 245 µs against 227 µs, is the cost of copying by threads: 7 %.
+**What it gained, and why.** The first kernel reaches 0.82 of cuBLAS at 4096x4096x4096, with only the tensor cores and
+the compiler's pipeline. `benchmarks/ladder_code.py` prints what the compiler made of both windows: with block pointers
+each thread copies eight times 16 bytes a step; with descriptors one thread asks the TMA unit for two blocks. The
+products are the same. So the difference at 4096, 245 µs against 227 µs, is the cost of copying by threads: 7 %.
 
 *Where it loses.* At 8192, the kernel with descriptors is the slower one: 2235 µs against 2058. Its instructions and
-its bytes for each tile are the same as at 4096, so they do not explain this. On an H200, which has faster memory, it
-was the faster one at 8192, too.
+bytes per tile are the same as at 4096, so they do not explain this. The cause is not known. On an H200, which has
+faster memory, it was the faster one at 8192, too.
 
 A tile of 128 x 128 is small for Hopper. Each warpgroup (four warps, which share one instruction of Hopper's tensor
 cores) multiplies 64 x 128, and each number of w is used only 128 times. Rung 6 finds that twice the width gains more

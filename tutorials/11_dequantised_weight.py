@@ -232,17 +232,17 @@ def bytes_answer() -> str:
 
 def rows_answer() -> str:
     found = (f"{bits:g} bits: {solved_break_even(bits, RATE, BANDWIDTH):.0f} rows" for bits in (16, 4.25))
-    return "; ".join(found) + ". From there on the tensor cores are busy longer than the memory."
+    return "; ".join(found) + ". With more rows, the tensor cores take longer than the memory."
 
 
 def bits_answer() -> str:
     value = torch.tensor(0x6400 | 5, dtype=torch.int16).view(torch.float16).item()
-    return f"{value:g}. The last bit of a float16 from 1024 to 2048 is worth 1, so the numbers up to 1023 just fit in."
+    return f"It is {value:g}. The last bit of a float16 from 1024 to 2048 has the value 1, so all integers fit exactly."
 
 
 QUESTIONS = (
     Question(
-        "A weight of 8192 x 8192 and 16 rows of x: how long does reading take with 16 bits, and with 4.25?",
+        "A weight of 8192 x 8192 and 16 rows of x: how long does reading the weight take with 16 bits, and with 4.25?",
         bytes_answer,
     ),
     Question(
