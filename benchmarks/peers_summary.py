@@ -18,9 +18,9 @@ STEPS_HEAD = ["method", "1 row, Âµs per token", "speedup over bf16", "16 rows, Â
 ABOUT_STEPS = (
     "A speedup is the time of bf16 with torch.compile divided by the method's in the same "
     "round: the median, with the smallest and the largest in parentheses. All methods run in a CUDA graph, with a "
-    "static cache. The attention is `grouped_attention` of `benchmarks/generation.py`, or torch's if the name contains sdpa. "
-    "The int4 head is the output embedding. With qkv as one, the weights of q, k and v are one weight; the benchmark "
-    "merges them, and `swap` does not."
+    "static cache. The attention is `grouped_attention` of `benchmarks/generation.py`, or torch's if the name contains "
+    "sdpa. The int4 head is the output embedding. With qkv as one, the weights of q, k and v are one weight; the "
+    "benchmark merges them, and `swap` does not."
 )
 #: What is common to the names of ours and of others.
 BF16, TORCHAO, TOGETHER = "bf16", "torchao", "qkv as one"

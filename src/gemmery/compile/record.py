@@ -18,15 +18,11 @@ class Offer:
     """A product for which Inductor could choose gemmery.
 
     Attributes:
-        op: "mm", "addmm" or "bmm".
-        shape: M, N and K; before them the batch of a bmm.
-        dtype: the type of the operands and of the result.
-        strides: those of both matrices.
-        times: what Inductor measured, in seconds, by the name of the choice; infinite where one failed. Empty if it did
-            not measure, because there was a single choice.
-        count: how many products of this kind were compiled.
-        used: how many of them call gemmery. If it is the fastest and still not used, a Triton template with the
-            operators behind the product was faster than gemmery and a further kernel.
+        op: "mm", "addmm" or "bmm". shape: M, N and K; before them the batch of a bmm. dtype: the type of the operands
+        and of the result. strides: those of both matrices. times: what Inductor measured, in seconds, by the name of
+        the choice; infinite where one failed. Empty if it did not measure, because there was a single choice. count:
+        how many products of this kind were compiled. used: how many of them call gemmery. If gemmery is the fastest and
+        is not called, a Triton template with fused operators was faster than gemmery followed by a separate kernel.
     """
 
     op: str
@@ -61,7 +57,7 @@ def offered(op: str, shape: Sequence[int], dtype: torch.dtype, strides: Sequence
 def choices() -> list[Offer]:
     """The products for which Inductor could choose gemmery in this process, with the times of all choices.
 
-    Code from Inductor's cache was chosen by another process, and does not appear.
+    Code from Inductor's cache was chosen earlier and does not appear.
 
     Example:
         >>> import gemmery.compile

@@ -106,14 +106,14 @@ class Swapped:
         return "\n".join(lines)
 
     def undo(self) -> None:
-        """Put back the modules that were replaced, the very same objects.
+        """Restore the original modules, as the same objects.
 
         They receive the current parameters, training flags and hooks of their replacements, so training, moving and
         loading in between are kept. Layers that were replaced by quantized or sparse layers come back with their former
         weights, on their former device. A second undo does nothing.
 
         Raises:
-            ValueError: a replacement is missing, or its layers have changed; nothing was put back.
+            ValueError: a replacement is missing, or its layers have changed; nothing was restored.
         """
         for slot in self._slots:
             found = slot.parent._modules.get(slot.name)
