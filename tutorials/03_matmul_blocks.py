@@ -137,7 +137,7 @@ def matmul(
         )
     if M // TILE_M > 65535:
         raise ValueError(f"{M // TILE_M} rows of tiles: CUDA's grids end at 65535 in y; rung 5 takes more")
-    # Neighbouring program numbers run along a row of tiles: x is the faster number.
+    # Neighboring program numbers run along a row of tiles: x is the faster number.
     grid = (N // TILE_N, M // TILE_M)
     blocks = {"BLOCK_M": TILE_M, "BLOCK_N": TILE_N, "BLOCK_K": TILE_K, "num_warps": 8, "num_stages": 3}
     if window == "block pointer":

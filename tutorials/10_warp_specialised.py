@@ -1,4 +1,4 @@
-"""Rung 10: a warp-specialised kernel, in which one warp loads and the others multiply.
+"""Rung 10: a warp-specialized kernel, in which one warp loads and the others multiply.
 
 In rung 8, every warp does everything: it requests the next blocks, waits for the current ones, multiplies, and at the
 end of a tile converts and stores. The compiler interleaves these as well as it can, but all warps store at the same
@@ -67,7 +67,7 @@ gemmery's own kernel of this kind, `src/gemmery/kernels/any_width.py`, adds the 
 batches, groups, packed and sparse weights, epilogues, tiles cut along K, and first loads that are issued before the
 roles begin.
 
-Warp specialisation on GPUs: Bauer, Cook, Khailany, "CudaDMA", SC 2011. Cooperative and ping-pong kernels on Hopper:
+Warp specialization on GPUs: Bauer, Cook, Khailany, "CudaDMA", SC 2011. Cooperative and ping-pong kernels on Hopper:
 NVIDIA, CUTLASS 3. The instructions: NVIDIA, "PTX ISA", wgmma and mbarrier.
 
 **What it gained, and why.** It is as fast as the library's kernel: 1.00, 1.01 and 1.00 times its speed at

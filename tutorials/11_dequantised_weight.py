@@ -1,4 +1,4 @@
-"""Rung 11: a weight of four bits, dequantised on the way to the tensor cores.
+"""Rung 11: a weight of four bits, dequantized on the way to the tensor cores.
 
 A model that generates text multiplies a few rows of x by each of its weights. Nearly all of the time is spent on
 reading the weight: 8192 x 8192 numbers of 16 bits are 134 MB, which take 45 µs at 3.0 TB/s, however fast the tensor
@@ -38,7 +38,7 @@ it the last bit, varies between runs. gemmery adds the parts in a fixed order in
 
 When do four bits pay? As long as the time is spent on reading the weight. A product of M rows does M multiplications
 for each number that is read, so from some number of rows on, the tensor cores take longer than the memory, in any
-format. Beyond that number, dequantising is only additional work, and four bits lose, as the last lines of the
+format. Beyond that number, dequantizing is only additional work, and four bits lose, as the last lines of the
 measurement show.
 
 In gemmery:
@@ -134,7 +134,7 @@ def dequantise(w: Packed) -> torch.Tensor:
 
 
 def shifts(device: torch.device) -> torch.Tensor:
-    """Where a word has its numbers: (run, 1, which of the two neighbours)."""
+    """Where a word has its numbers: (run, 1, which of the two neighbors)."""
     return (4 * torch.arange(8, device=device)).reshape(4, 1, 2)
 
 
