@@ -28,7 +28,7 @@ _INDEXING = {
 
 
 class Untraceable(ValueError):
-    """A function that cannot be made part of a kernel; says which operation, where, and what can be."""
+    """A function can't be part of a kernel. The message names the operation and its line."""
 
 
 class MetaProxy(Tensor):

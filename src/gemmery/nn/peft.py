@@ -86,13 +86,12 @@ def _is_dense(layer: nn.Module) -> bool:
 class LoraLinear(lora_layers.Linear):  # type: ignore[misc]  # peft has no types
     """peft's layer with adapters, computed by `gemmery.lora_linear` where the result is the same.
 
-    It does so with one active adapter, or with several without dropout, which become one of their ranks' sum; with
-    dropout, with a bias in the adapter, and under autocast. With adapters that are disabled or merged, `adapter_names`,
-    variants such as DoRA, and hooks on the layers inside, peft's own forward runs.
+    This is the case with one active adapter, with or without dropout, or with several without dropout, which are
+    combined. It includes a bias in the adapter, and autocast. peft's own forward runs with disabled or merged adapters,
+    `adapter_names`, variants such as DoRA, and hooks on the inner layers.
 
-    The adapter is multiplied in the type of the layer's weight, or autocast's, as peft does under autocast, though its
-    parameters be float32; they get their gradients in float32. An adapter can't be merged into a packed weight
-    (`merge`).
+    The adapter is multiplied in the type of the layer's weight, or autocast's, as in peft under autocast, even if its
+    parameters are float32. They receive float32 gradients. An adapter can't be merged into a packed weight (`merge`).
     """
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
