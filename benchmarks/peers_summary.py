@@ -14,7 +14,13 @@ ABOUT = (
     "in parentheses. Above 1, gemmery is faster. Times are medians. cuBLAS is torch's own product: `_scaled_mm` for "
     "fp8, and the bf16 product for packed weights. torch.compile has `max-autotune`, except for the loss."
 )
-STEPS_HEAD = ["method", "1 row, µs per token", "speedup over bf16", "16 rows, µs per token", "speedup over bf16"]
+STEPS_HEAD = [
+    "method",
+    "1 row, µs per token",
+    "speedup over bf16",
+    "16 rows, µs per token",
+    "speedup over bf16",
+]
 ABOUT_STEPS = (
     "A speedup is the time of bf16 with torch.compile divided by the method's in the same "
     "round: the median, with the smallest and the largest in parentheses. All methods run in a CUDA graph, with a "
@@ -121,7 +127,7 @@ def bars(result: Data) -> str:
                     times, group, lambda name, together=together: together or TOGETHER not in name
                 )
                 if ours and other:
-                    lines.append(f'- "{other}" takes {_ratio(times, other, ours)} times "{ours}".')
+                    lines.append(f'- "{other}" takes {_ratio(times, other, ours)} times as long as "{ours}".')
         reasons: dict[str, list[str]] = {}
         for name, why in entry.get("left_out", {}).items():
             reasons.setdefault(why, []).append(f'"{name}"')

@@ -10,7 +10,7 @@ kernel are arrays of `BLOCK` elements, and the compiler spreads them over the pr
                                               masked: these addresses are out of bounds
 
 A pointer plus an array of integers is an array of pointers. `n` is rarely a multiple of the block, so the last program
-would run past the end. A *mask* tells which elements exist. Masked elements are neither loaded nor stored.
+would run past the end. A *mask* selects the elements that exist. Masked elements are neither loaded nor stored.
 
 How fast can it be? Each element costs 12 bytes of traffic (two loads and one store of four bytes) and one addition. A
 GPU does hundreds of additions in the time of one such transfer, so memory bandwidth alone decides. So compare the

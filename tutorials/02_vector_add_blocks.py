@@ -136,12 +136,12 @@ def window_answer() -> str:
 
 def strides_answer() -> str:
     return (
-        "No: its rows are 4093 * 2 bytes apart, which is no multiple of 16. Block pointers and masks take it."
+        "No: its rows are 4093 * 2 bytes apart, which is not a multiple of 16. Block pointers and masks work."
     )
 
 
 def host_answer() -> str:
-    return "The host: 18 us, or 31 with descriptors, against 12288 bytes, which take the memory 4 ns."
+    return "The host: 18 us, or 31 with descriptors, while the memory transfers 12288 bytes in 4 ns."
 
 
 QUESTIONS = (
@@ -149,7 +149,7 @@ QUESTIONS = (
         "A vector has 7919 elements. How many of the window of 1024 at offset 7168 lie outside?",
         window_answer,
     ),
-    Question("May a descriptor be made of a float16 matrix with strides (4093, 1)?", strides_answer),
+    Question("Can a descriptor describe a float16 matrix with strides (4093, 1)?", strides_answer),
     Question("The addition of 1024 numbers: which takes longer, the host or the memory?", host_answer),
 )
 

@@ -178,7 +178,7 @@ def time_answer() -> str:
 
 QUESTIONS = (
     Question(
-        "4096x4096x4096 in tiles of 128 x 128: how many bytes do all programs load, of how many distinct?",
+        "4096x4096x4096 in tiles of 128 x 128: how many bytes do all programs load, and how many are distinct?",
         loaded_answer,
     ),
     Question(

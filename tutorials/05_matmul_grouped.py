@@ -208,7 +208,7 @@ def touched_answer() -> str:
 
 def cache_answer() -> str:
     return (
-        "4096: 2 x 34 MB, of which 50 MB of L2 hold the most, so the order gains nothing. 8192: 2 x 134 MB. There it "
+        "4096: 2 x 34 MB, most of which 50 MB of L2 hold, so the order gains nothing. 8192: 2 x 134 MB. There it "
         "saves bytes, but no time as long as the tensor cores take longer than the memory."
     )
 

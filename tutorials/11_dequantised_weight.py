@@ -5,7 +5,7 @@ reading the weight: 8192 x 8192 numbers of 16 bits are 134 MB, which take 45 µs
 cores are. With four bits per number, the weight has a fourth of these bytes. It stays in this form in memory and
 becomes float16 only in registers.
 
-**The format.** Along K, each GROUP of 64 numbers has a scale. A number is kept as an integer q from 0 to 15:
+**The format.** Along K, each GROUP of 64 numbers has a scale. A number is stored as an integer q from 0 to 15:
 
     w = (q - 8) * scale        scale = largest |w| of the group / 7
 

@@ -443,7 +443,7 @@ def of_all(records: Mapping[int, ladder.Record]) -> str:
         axes.legend(loc="upper center", ncols=2, bbox_to_anchor=(0.5, 1.2))
     return svg(
         made,
-        "Speed of each rung beside torch's product (rung 9: its addmm and gelu), measured in the same run.",
+        "Speed of each rung relative to torch's product (for rung 9, its addmm and gelu) in the same run.",
     )
 
 

@@ -55,7 +55,9 @@ def lora_linear(
     adapter's part is added in the epilogue of the large product, before rounding. The backward pass adds the two
     gradients of x in the same way. The forward pass multiplies a packed weight without unpacking it. In the backward
     pass, one kernel unpacks it, and the copy is freed after the product. The backward pass needs x, or `lora_x`, and
-    `x @ a.T`, which are kept. x, a, b, bias and `lora_x` receive gradients. The weight is usually frozen; a dense
+    `x @ a.T`, which are kept.
+
+    x, a, b, bias and `lora_x` receive gradients. The weight is usually frozen; a dense
     weight that requires a gradient receives one, from separate products.
 
     Args:

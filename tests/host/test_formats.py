@@ -916,7 +916,7 @@ def test_shards(q):
                 check_equal(part, part.clone())
     with pytest.raises(ValueError, match=r"shard: rows 0 to 20 .* only be sliced at multiples of 16"):
         q.shard(-2, 0, 2)
-    with pytest.raises(ValueError, match="can't be cut into 3 equal parts"):
+    with pytest.raises(ValueError, match="can't be split into 3 equal parts"):
         q.shard(-2, 0, 3)
 
 

@@ -190,9 +190,7 @@ def test_wide_rows_are_refused():
     a, b = operands(torch.bfloat16, 5, 300)
     with pytest.raises(epilogues.Untraceable, match="a row of more than 256 columns"):
         gemmery.matmul(a, b, epilogue=WHOLE["rms_norm"], args=(torch.ones(300),))
-    with pytest.raises(
-        ValueError, match=r"no tile is as wide as 256 columns.*the widest has 64"
-    ):
+    with pytest.raises(ValueError, match=r"no tile is as wide as 256 columns.*the widest has 64"):
         gemmery.matmul(a, b[:, :256], epilogue=WHOLE["softmax"])
     with pytest.raises(ValueError, match="batch_invariant=True"):
         gemmery.matmul(a, b[:, :32], epilogue=WHOLE["softmax"], batch_invariant=True)

@@ -25,8 +25,8 @@ def enable() -> AbstractContextManager[object]:
     of the measurement lists gemmery as `gemmery_mm`, `gemmery_addmm` or `gemmery_bmm`, and `gemmery.compile.choices`
     returns the times.
 
-    Not offered are products with dynamic sizes or without elements, and graphs with a C++ wrapper. Also required are
-    `max_autotune` or `max_autotune_gemm` (the modes that begin with "max-autotune" set both), ATen among
+    gemmery is not offered for products with dynamic sizes or without elements, or in graphs with a C++ wrapper. Also
+    required are `max_autotune` or `max_autotune_gemm` (the modes that begin with "max-autotune" set both), ATen among
     `max_autotune_gemm_backends`, which is the default, and a measurement in the process itself
     (`autotune_in_subproc=False`, the default). A function that was compiled before does not change:
     `torch.compiler.reset()` has it compiled again.

@@ -18,11 +18,15 @@ class Offer:
     """A product for which Inductor could choose gemmery.
 
     Attributes:
-        op: "mm", "addmm" or "bmm". shape: M, N and K; before them the batch of a bmm. dtype: the type of the operands
-        and of the result. strides: those of both matrices. times: what Inductor measured, in seconds, by the name of
-        the choice; infinite where one failed. Empty if it did not measure, because there was a single choice. count:
-        how many products of this kind were compiled. used: how many of them call gemmery. If gemmery is the fastest and
-        is not called, a Triton template with fused operators was faster than gemmery followed by a separate kernel.
+        op: "mm", "addmm" or "bmm".
+        shape: M, N and K; before them the batch of a bmm.
+        dtype: the type of the operands and of the result.
+        strides: those of both matrices.
+        times: what Inductor measured, in seconds, by the name of the choice; infinite where one failed. Empty if it did
+            not measure, because there was a single choice.
+        count: how many products of this kind were compiled.
+        used: how many of them call gemmery. If gemmery is the fastest and is not called, a Triton template with fused
+            operators was faster than gemmery followed by a separate kernel.
     """
 
     op: str

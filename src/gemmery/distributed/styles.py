@@ -176,10 +176,11 @@ class ExpertParallel(_ModuleParallel):
     experts.
 
     Args:
-        input_layouts: layout of plain tensors among the tokens, their ids and the router weights: `Replicate()` by
-        default; `Shard(0)` or `Shard(1)` if each rank has a part of the tokens, which are then gathered.
+        input_layouts: of plain tensors among the tokens, their ids and the router weights: `Replicate()` by default;
+            `Shard(0)` or `Shard(1)` if each rank has a part of the tokens, which are then gathered.
         output_layouts: of the result; `Replicate()` by default, by an all-reduce. With `Shard(0)` or `Shard(1)` it is a
-        reduce-scatter. use_local_output: whether the result is a plain tensor.
+            reduce-scatter.
+        use_local_output: whether the result is a plain tensor.
 
     Example:
         >>> from torch.distributed.tensor.parallel import parallelize_module

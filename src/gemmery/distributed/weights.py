@@ -33,8 +33,9 @@ def distribute_weight(
         src_data_rank: the rank whose weight is used; None for each rank's own weight.
 
     Raises:
-        TypeError: `weight` is not a packed weight. ValueError: the weight can't be split at these positions, or the
-        split is along columns that are permuted (act-order).
+        TypeError: `weight` is not a packed weight.
+        ValueError: the weight can't be split at these positions, or the split is along columns that are permuted
+            (act-order).
 
     Example:
         >>> import torch, gemmery

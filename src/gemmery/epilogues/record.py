@@ -28,7 +28,7 @@ _INDEXING = {
 
 
 class Untraceable(ValueError):
-    """A function can't be part of a kernel. The message names the operation and its line."""
+    """The error of a function that can't be part of a kernel. The message names the operation and its line."""
 
 
 class MetaProxy(Tensor):

@@ -479,8 +479,8 @@ def sparsify(weight: Tensor, pattern: str = PATTERN, *, method: Method = "magnit
 
     Raises:
         ValueError: K is not a multiple of 4; or with "as_is", four elements contain more than two nonzero ones, and the
-        message names the first position; or the weight is the transpose of one of torch's. TypeError: the weight is not
-        a strided tensor of floating point, or is sharded (a DTensor).
+            message names the first position; or the weight is the transpose of one of torch's.
+        TypeError: the weight is not a strided tensor of floating point, or is sharded (a DTensor).
 
     Example:
         >>> import torch, gemmery

@@ -150,10 +150,12 @@ def tune(
     config may not depend on M.
 
     Args:
-        configs: measure these, and the config that is chosen without tuning. By default, all configs that are predicted
-            to take at most 1.5 times as long as the best. exhaustive: measure every config of the space. again: also
-            measure configs that were measured before. seconds: start no measurement after this time. progress: called
-            after each config.
+        configs: measure these, and the config that is chosen without tuning. By default, all configs that are
+            predicted to take at most 1.5 times as long as the best.
+        exhaustive: measure every config of the space.
+        again: also measure configs that were measured before.
+        seconds: start no measurement after this time.
+        progress: called after each config.
 
     Returns:
         All timings of this problem, old and new.

@@ -42,7 +42,7 @@ class Inspection:
         occupancy: programs and warps on one multiprocessor at a time, and what limits them.
         code: the instructions.
         texts: the kernel in the compiler's languages, by name, including "sass" on NVIDIA GPUs.
-        given: whether the config was given, and not chosen.
+        given: whether the caller gave the config.
         passed: rejected configs, with the reason.
         seconds: the times of the steps.
     """
@@ -212,9 +212,9 @@ def inspect(problem: Problem | Plan, config: Config | dict[str, Any] | str | Non
     """Compile the kernel of a problem, or take the kernel of a plan, and analyze it. Needs no GPU.
 
     Args:
-        problem: the problem, which includes the GPU; or a plan, whose kernel is analyzed as it runs. config: the
-        config, in any form that `Config.of` accepts; by default the one that gemmery chooses. A config that spills
-        registers, or that no GPU can launch, is analyzed too.
+        problem: the problem, which includes the GPU; or a plan, whose kernel is analyzed as it runs.
+        config: the config, in any form that `Config.of` accepts; by default the one that gemmery chooses. A config that
+            spills registers, or that no GPU can launch, is analyzed too.
 
     Raises:
         ValueError: the config is invalid or does not suit the problem, none fits, the GPU lacks the instructions, or

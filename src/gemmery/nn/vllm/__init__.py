@@ -30,7 +30,7 @@ def register() -> None:
     is logged.
 
     Raises:
-        ValueError: the variable has an unknown word.
+        ValueError: the variable contains an unknown word.
         ImportError: the variable names kernels, and vLLM's interfaces differ from those that this module supports.
     """
     wanted = asked(os.environ.get(VARIABLE, ""))
