@@ -13,14 +13,15 @@ HEAD = [
 PRODUCTS = ["product, M × N × K", "gemmery", "cuBLAS", "fastest template", "calls gemmery"]
 ABOUT = (
     "Times of a block are in µs per call, the median of the rounds. The ratio is taken within each round: the median, "
-    "with the smallest and the largest in parentheses; above 1, the block is faster with gemmery. The last "
-    "column is the longest time that one distinct product adds to the compilation, which is the time to compile and "
-    "measure gemmery's kernel."
+    "with the smallest and the largest in parentheses; above 1, the block is faster with gemmery. The last column is "
+    "the longest time that one distinct product adds to the compilation, which is the time to compile and measure "
+    "gemmery's kernel."
 )
 ABOUT_PRODUCTS = (
     "Times of products are in µs. Inductor measured each of them once while it compiled the block. Where gemmery is "
-    "the fastest and is not called, a template with fused operators was faster than gemmery followed by another kernel. "
-    "Rows without the last column are from Inductor's log of a block that was not timed, because the run ended."
+    "the fastest and is not called, a template with fused operators was faster than gemmery followed by another "
+    "kernel. Rows without the last column are from Inductor's log of a block that was not timed, because the run "
+    "ended."
 )
 
 

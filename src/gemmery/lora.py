@@ -57,8 +57,8 @@ def lora_linear(
     pass, one kernel unpacks it, and the copy is freed after the product. The backward pass needs x, or `lora_x`, and
     `x @ a.T`, which are kept.
 
-    x, a, b, bias and `lora_x` receive gradients. The weight is usually frozen; a dense
-    weight that requires a gradient receives one, from separate products.
+    x, a, b, bias and `lora_x` receive gradients. The weight is usually frozen; a dense weight that requires a gradient
+    receives one, from separate products.
 
     Args:
         x: (..., K) in float16, bfloat16, float32 or float64, any strides.
