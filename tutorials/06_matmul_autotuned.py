@@ -31,7 +31,7 @@ In the interpreter, there is nothing to measure, so a fixed config is used.
 
 Tuning by measurement: Whaley and Dongarra, "Automatically Tuned Linear Algebra Software", SC 1998.
 
-**What it gained, and why.** At 4096 and 8192 the tuner takes a tile of 128 x 256 x 64 with 8 warps, and the rung is
+**What it gained, and why.** At 4096 and 8192, the tuner chooses a tile of 128 x 256 x 64 with 8 warps, and the rung is
 1.13 times as fast as rung 5. A step computes twice as many products with 12 copies instead of 8, and hardly more other
 instructions.
 
@@ -174,7 +174,7 @@ def register_answer() -> str:
 
 def stall_answer() -> str:
     seconds = 100 * len(CONFIGS) * 0.13
-    return f"{len(CONFIGS)} configs, each timed for some 0.13 s: {seconds:.0f} s in all, besides compiling them once."
+    return f"{len(CONFIGS)} configs, each timed for about 0.13 s: {seconds:.0f} s in total, plus one compilation."
 
 
 QUESTIONS = (

@@ -12,7 +12,7 @@ Outside the tensor, a descriptor's load returns 0 and its store drops the elemen
 the tile. But the hardware has conditions: the last dimension is contiguous, the base and all other strides are
 multiples of 16 bytes (8 float16 numbers), and no dimension is empty. All other matrices need rung 7.
 
-The descriptors here are made on the host (`TensorDescriptor`) and passed as kernel arguments. This costs some
+The descriptors here are made on the host (`TensorDescriptor`) and passed as kernel arguments. This costs a few
 microseconds of host time per launch, but nothing on the device. A kernel can also make them itself
 (`tl.make_tensor_descriptor`), which needs device memory.
 

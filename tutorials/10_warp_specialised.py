@@ -110,8 +110,8 @@ consumers.
 
 The first version of this kernel was wrong. Tiles of 136 and 192 columns have three parts to store, an odd number. So
 each tile began with the slot in which the tile before it had ended, and filled it while it was still being stored. At
-most sizes, there are enough steps between two stores to hide this. The check with three steps per tile found it, in one
-of two runs. Now the check repeats itself, and the protocol in Python includes the slots.
+most sizes, there are enough steps between two stores to hide this. The check with three steps per tile found this
+error, in one of two runs. Now the check repeats itself, and the protocol in Python includes the slots.
 """
 
 import functools

@@ -55,8 +55,8 @@ et al., "Who Says Elephants Can't Run", 2022.
 **What it gained, and why.** One row of x takes 39 µs, and torch with 16 bits takes 60. Reading the weight alone would
 take 12 µs. The instructions take longer: `benchmarks/ladder_code.py` counts about 190 of them, in each of 4 warps, for
 each step of 64 x 64 numbers. There are four small products as well, and the kernel waits for each of them before it
-unpacks the next 16 columns. There are 16384 such steps. Even if all multiprocessors issued without a pause, the
-instructions would take 14 µs. gemmery's kernel takes 25 µs.
+unpacks the next 16 columns. There are 16384 such steps. Even if all multiprocessors issued instructions without a
+pause, they would take 14 µs. gemmery's kernel takes 25 µs.
 
 *Where it loses.* By the answer to question 2, four bits could win up to 62 rows. The rung is 1.41 times as fast as
 torch with 16 rows, and 0.90 times with 64. The instructions of a step are nearly the same as with one row. But 64
