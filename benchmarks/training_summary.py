@@ -21,7 +21,8 @@ LORA_ABOUT = (
     "Forward and backward pass in bf16: the median of the rounds, called from Python and in a CUDA graph, and the time "
     "of the row divided by gemmery's in the same round. MiB is the peak memory of one call, without its inputs. "
     "`bitsandbytes` is its `matmul_4bit` with an adapter in torch. `peft's` has the copy and the conversions of "
-    "peft's `Linear4bit`. `dequantize, torch` unpacks with gemmery's kernel and multiplies with cuBLAS. An empty field was not measured."
+    "peft's `Linear4bit`. `dequantize, torch` unpacks with gemmery's kernel and multiplies with cuBLAS. An "
+    "empty field was not measured."
 )
 
 
