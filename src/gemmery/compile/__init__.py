@@ -29,7 +29,7 @@ def enable() -> AbstractContextManager[object]:
     required are `max_autotune` or `max_autotune_gemm` (the modes that begin with "max-autotune" set both), ATen among
     `max_autotune_gemm_backends`, which is the default, and a measurement in the process itself
     (`autotune_in_subproc=False`, the default). A function that was compiled before does not change:
-    `torch.compiler.reset()` has it compiled again.
+    `torch.compiler.reset()` makes torch compile it again.
 
     The cache keys of compiled code include whether gemmery was enabled, and its version, through
     `torch.compiler.config.cache_key_tag`.
