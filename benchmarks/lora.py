@@ -35,7 +35,7 @@ from linear_cross_entropy import Report, error, span  # noqa: E402
 
 import gemmery  # noqa: E402
 from gemmery import lora  # noqa: E402
-from gemmery.operands.packed import unpacked  # noqa: E402
+from gemmery.launch.unpacking import unpacked  # noqa: E402
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 #: Tokens, rows of the weight, columns.

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks.records import Data, read_folder, run_line
+from benchmarks.records import Data, read_folder, run_line, table
 from gemmery.lab import timing
 
 OURS = "gemmery"
@@ -139,3 +139,15 @@ def bars(result: Data) -> str:
 def _fastest(times: dict[str, list[float]], group: str, keep: Callable[[str], bool]) -> str | None:
     names = [name for name in times if name.startswith(group) and keep(name)]
     return min(names, key=lambda name: statistics.median(times[name]), default=None)
+
+
+def page(folder: Path) -> str:
+    """Everything between the marks of docs/when-to-use-what.md; "" without results."""
+    products, generation = read(folder)
+    parts = []
+    if products:
+        parts += ["### Products", table(HEAD, lines(products), "llrrr"), ABOUT, places(products)]
+    for result in generation:
+        parts += ["### A model", table(STEPS_HEAD, step_lines(result), "lr"), ABOUT_STEPS, bars(result)]
+        parts.append(places([result]))
+    return "\n\n".join(parts)

@@ -17,20 +17,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .api import addmm, linear, matmul
+from .api import linear, matmul
 from .dtensors import is_sharded
 from .dtypes import accumulator
 from .epilogues.function import Epilogue
 from .epilogues.library import residual
 from .formats.weight import PackedWeight
+from .launch.unpacking import unpacked
 from .operands import DenseOperand, Operand, PackedOperand, rebuild
-from .operands.packed import unpacked
 from .precision import AskedPrecision, resolved
 from .product.build import weight_operand
 from .product.check import check_not_packed, check_tensor
 from .product.inner import inner_products
 from .product.operator import LIBRARY
+from .product.run import product
 from .product.seen import autocast_dtype, check_forward_mode, in_transform, needs_dispatcher, wants_gradient
+from .product.spec import NONE
 
 _OP = "lora_linear"
 _TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -102,28 +104,30 @@ def lora_linear(
         x, weight, a, b, bias, lora_x = _lowered(x, weight, a, b, bias, lora_x, operand, dtype)
         given = _given(x, weight, a, b, bias, lora_x, operand)
     _check_types(given)
-    _check_shapes(x, weight, a, b, bias, lora_x)
+    _check_shapes(**given)
     check_forward_mode(_OP, (x, a, b, bias, lora_x))
     if permutation is not None:
         if lora_x is None:
             a = a.index_select(-1, permutation)
         x = x.index_select(-1, permutation)
     how = resolved(precision, x)
-    rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
-    own = None if lora_x is None else lora_x.reshape(rows.shape)
     operand = DenseOperand(weight.mT) if operand is None else operand
-    tensors = rows, a, b, bias, own
     options = Options(float(scale), how, batch_invariant)
     if in_transform() or wants_gradient(operand.tensors):
-        y = _composed(rows, weight, a, b, bias, own, options)
-    elif not needs_dispatcher((*tensors, *operand.tensors)):
-        y, _ = _forward(operand, *tensors, options)
-    elif not needs_dispatcher((*tensors, *operand.tensors), records=False):
-        y = _Recorded.apply(operand, options, *tensors)  # type: ignore[no-untyped-call]
-    else:
+        y = _composed(_rows(x), weight, a, b, bias, _rows(lora_x), options)
+    elif needs_dispatcher((x, a, b, bias, lora_x, *operand.tensors), records=False):
         parts = list(operand.tensors), operand.sizes, operand.text
-        y, _ = torch.ops.gemmery.lora_linear(rows, *parts, a, b, bias, own, *options)
-    return y.reshape(*x.shape[:-1], b.shape[0])
+        y, _ = torch.ops.gemmery.lora_linear(_rows(x), *parts, a, b, bias, _rows(lora_x), *options)
+    elif wants_gradient((x, a, b, bias, lora_x)):
+        return _Recorded.apply(operand, options, x, a, b, bias, lora_x)  # type: ignore[no-untyped-call,no-any-return]
+    else:
+        y, _ = _forward(operand, _rows(x), a, b, bias, _rows(lora_x), options)
+    return y if x.dim() == 2 else y.reshape(*x.shape[:-1], b.shape[0])
+
+
+def _rows(x: Any) -> Any:
+    """A tensor as a matrix (M, K); None where there is none."""
+    return x if x is None or x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
 class Options(NamedTuple):
@@ -156,8 +160,9 @@ def _given(
     x: Tensor, weight: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, lora_x: Tensor | None,
     operand: Operand | None,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """The tensors by name, after a look at what and where they are."""
-    given = {"x": x, "weight": weight, "a": a, "b": b}
+    """The tensors by name, after a look at what and where they are; for a packed weight, one that stands for it."""
+    # Reading a property of a subclass of Tensor takes a microsecond.
+    given = {"x": x, "weight": weight if operand is None else operand.matrix.mT, "a": a, "b": b}
     given |= {name: value for name, value in (("bias", bias), ("lora_x", lora_x)) if value is not None}
     if is_sharded((*given.values(), *(() if operand is None else operand.tensors))):
         raise ValueError(
@@ -167,8 +172,7 @@ def _given(
     for name, value in given.items():
         if name != "weight":
             check_not_packed(_OP, name, value, "the weight")
-        if not isinstance(value, PackedWeight):
-            check_tensor(_OP, name, value)
+        check_tensor(_OP, name, value)
         if value.device != device:
             raise ValueError(
                 f"{_OP}: x is on {x.device} and {name} on {value.device}; they must be on one device"
@@ -201,7 +205,7 @@ def _check_types(given: dict[str, Tensor]) -> None:
 
 
 def _check_shapes(
-    x: Tensor, weight: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, lora_x: Tensor | None
+    x: Tensor, weight: Tensor, a: Tensor, b: Tensor, bias: Tensor | None = None, lora_x: Tensor | None = None
 ) -> None:
     if weight.dim() != 2:
         raise ValueError(f"{_OP}: weight is {tuple(weight.shape)}; it must be (N, K)")
@@ -229,13 +233,13 @@ def _check_shapes(
 
 def _thin(factor: Tensor, x: Tensor, scale: float, precision: Any, batch_invariant: bool = False) -> Tensor:
     """`scale * factor @ x.T`, (r, M)."""
-    made = x.new_empty(factor.shape[0], x.shape[0])
     if batch_invariant:
         # Each row of x is to be a row of a product.
-        rows = matmul(x, factor.mT, precision=precision, batch_invariant=True) * scale
-        return made.copy_(rows.mT)
-    # Of `made` nothing is read: beta is 0.
-    return addmm(made, factor, x.mT, beta=0, alpha=scale, out=made, precision=precision)
+        rows: Tensor = matmul(x, factor.mT, precision=precision, batch_invariant=True) * scale
+        return rows.mT.contiguous()
+    how = None, precision, False, False, None
+    made: Tensor = product("addmm", factor, x.mT, None, NONE, None, how, (scale, 0))
+    return made
 
 
 def _forward(
@@ -279,8 +283,8 @@ def _unpacked(operand: Operand) -> Tensor:
 def _backward(
     operand: Operand, grad: Tensor, x: Tensor | None, a: Tensor, b: Tensor, u: Tensor | None, bias: Tensor | None,
     scale: float, precision: AskedPrecision, apart: bool, wanted: list[bool],
-) -> list[Tensor]:  # fmt: skip
-    """Gradients of x, a, b, bias and `lora_x`; those that are not wanted are empty.
+) -> list[Tensor | None]:  # fmt: skip
+    """Gradients of x, a, b, bias and `lora_x`; None for those that are not wanted.
 
     Args:
         x: what a multiplied; not needed without a's gradient.
@@ -315,17 +319,18 @@ def _backward(
 def _run_backward(
     grad: Tensor, x: Tensor | None, weight: list[Tensor], sizes: list[int], text: str, *others: Any
 ) -> list[Tensor]:
-    """`_backward`, as the operator has it."""
-    return _backward(rebuild(text, weight, sizes), grad, x, *others)
+    """`_backward`, as the operator has it: gradients that are not wanted are empty."""
+    found = _backward(rebuild(text, weight, sizes), grad, x, *others)
+    return [grad.new_empty(0) if value is None else value for value in found]
 
 
-def _empty(grad: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, wanted: list[bool]) -> list[Tensor]:
-    """The gradients that are wanted, uninitialised; the others are empty."""
+def _empty(grad: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, wanted: list[bool]) -> list[Any]:
+    """The gradients that are wanted, uninitialised; None for the others."""
     x_shape, kind = (grad.shape[0], a.shape[1]), grad.dtype
     shapes: list[Any] = [x_shape, a.shape, b.shape, (b.shape[0],), x_shape]
     types = [kind, a.dtype, b.dtype, kind if bias is None else bias.dtype, kind]
     return [
-        grad.new_empty(shape if needed else 0, dtype=dtype)
+        grad.new_empty(shape, dtype=dtype) if needed else None
         for shape, dtype, needed in zip(shapes, types, wanted, strict=True)
     ]
 
@@ -342,11 +347,12 @@ class _Recorded(torch.autograd.Function):
         ctx: Any, operand: Operand, options: Options, x: Tensor, a: Tensor, b: Tensor, bias: Tensor | None,
         lora_x: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        y, u = _forward(operand, x, a, b, bias, lora_x, options)
+        y, u = _forward(operand, _rows(x), a, b, bias, _rows(lora_x), options)
         # Not the operand, whose tensors autograd would then not free after the backward pass.
         ctx.kind, ctx.options = (operand.text, operand.sizes), options
         _keep(ctx, x, operand.tensors, a, b, bias, lora_x, u, ctx.needs_input_grad[3])
-        return y
+        # Not in torch's sight, which would record it.
+        return y if x.dim() == 2 else y.view(*x.shape[:-1], b.shape[0])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Any:
@@ -355,12 +361,17 @@ class _Recorded(torch.autograd.Function):
         own, a, b, u, *parts = ctx.saved_tensors
         (text, sizes), wanted = ctx.kind, list(ctx.needs_input_grad[2:])
         given = a, b, u, ctx.bias_like, ctx.options.scale, ctx.options.precision, ctx.apart, wanted
+        rows = _rows(grad)
         if torch.is_grad_enabled():
             # Of the operator torch knows that it has no gradient.
-            found = torch.ops.gemmery.lora_backward(grad, own, parts, sizes, text, *given)
+            made = torch.ops.gemmery.lora_backward(rows, _rows(own), parts, sizes, text, *given)
+            found = [value if needed else None for value, needed in zip(made, wanted, strict=True)]
         else:
-            found = _backward(rebuild(text, parts, sizes), grad, own, *given)
-        return None, None, *[value if needed else None for value, needed in zip(found, wanted, strict=True)]
+            found = _backward(rebuild(text, parts, sizes), rows, _rows(own), *given)
+        if grad.dim() != 2:
+            like_x = *grad.shape[:-1], a.shape[1]
+            found = [x.view(like_x) if i in (0, 4) and x is not None else x for i, x in enumerate(found)]
+        return None, None, *found
 
 
 def _keep(
@@ -386,7 +397,7 @@ def _run_fake(
 
 def _backward_fake(grad: Tensor, *others: Any) -> list[Tensor]:
     _, _, _, _, a, b, _, bias, _, _, _, wanted = others
-    return _empty(grad, a, b, bias, wanted)
+    return [grad.new_empty(0) if x is None else x for x in _empty(grad, a, b, bias, wanted)]
 
 
 def _needs(ctx: Any) -> list[bool]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import gemmery
-from gemmery.operands.packed import unpacked
+from gemmery.launch.unpacking import unpacked
 from tests.gpu.common import DEVICE, needs_cuda, size
 from tests.lora import CASES, WEIGHTS, errors, inputs
 

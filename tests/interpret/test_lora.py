@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import gemmery
-from gemmery.operands.packed import unpacked
+from gemmery.launch.unpacking import unpacked
 from tests.lora import CASES, WEIGHTS, errors, inputs
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64

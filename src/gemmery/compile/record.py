@@ -25,8 +25,9 @@ class Offer:
         times: what Inductor measured, in seconds, by the name of the choice; infinite where one failed. Empty if it did
             not measure, because there was a single choice.
         count: how many products of this kind were compiled.
-        used: how many of them call gemmery. If gemmery is the fastest and is not called, a Triton template with fused
-            operators was faster than gemmery followed by a separate kernel.
+        used: how many of them call gemmery. If gemmery is the fastest and is not called, the difference is less than
+            the margin, or a Triton template with fused operators was faster than gemmery followed by a separate kernel.
+        again: the times of torch's kernels, measured in turn with gemmery's; empty if Inductor's cache had the times.
     """
 
     op: str
@@ -36,6 +37,7 @@ class Offer:
     times: dict[str, float] = field(default_factory=dict)
     count: int = 0
     used: int = 0
+    again: dict[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
         """The product, gemmery's time and that of the fastest other choice, and how often gemmery is used."""

@@ -260,6 +260,11 @@ class Binding:
         """`harmless_spills`, or those of a sum over ranks."""
         return max(self.harmless_spills, SUM_SPILLS if self.problem.a.is_summed else 0)
 
+    @property
+    def takes_numbers(self) -> bool:
+        """Whether numbers come with every launch."""
+        return self.problem.takes_numbers
+
     def _programs(self, units: int) -> int:
         """The number of programs for so many tiles, whole or small, or parts of tiles."""
         return units
