@@ -26,7 +26,11 @@ def store_show(json: JsonFile = None) -> None:
 
 @store_app.command("export")
 def store_export(
-    file: Annotated[Path, typer.Argument(metavar="FILE", dir_okay=False, callback=place_for_json, help="The JSON file to write.")],
+    file: Annotated[
+        Path, typer.Argument(
+            metavar="FILE", help="The JSON file to write.", dir_okay=False, callback=place_for_json,
+        )
+    ],
     from_log: Annotated[
         Path | None, typer.Option(
             metavar="LOG",
