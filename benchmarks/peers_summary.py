@@ -1,7 +1,7 @@
 """The tables of the results of `peers.py` and `generation.py`, for docs/when-to-use-what.md."""
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.records import Data, read_folder, run_line, table
@@ -25,11 +25,11 @@ ABOUT_STEPS = (
     "A speedup is the time of bf16 with torch.compile divided by the method's in the same "
     "round: the median, with the smallest and the largest in parentheses. All methods run in a CUDA graph, with a "
     "static cache. The attention is `grouped_attention` of `benchmarks/generation.py`, or torch's if the name contains "
-    "sdpa. The int4 head is the output embedding. With qkv as one, the weights of q, k and v are one weight; the "
-    "benchmark merges them, and `swap` does not."
+    "sdpa. An int4 head is an output embedding in int4; otherwise, it is bf16. In gemmery's models, q, k and v are one "
+    "weight, which `swap` merges. In other models, they are one weight if the name says so; the benchmark merges them."
 )
 #: What is common to the names of ours and of others.
-BF16, TORCHAO, TOGETHER = "bf16", "torchao", "qkv as one"
+BF16, TORCHAO, HEAD_IN_INT4 = "bf16", "torchao", "int4 head"
 #: What all methods are compared with.
 BASE = "bf16, torch.compile"
 
@@ -115,17 +115,14 @@ def step_lines(result: Data) -> list[list[str]]:
 
 
 def bars(result: Data) -> str:
-    """The fastest of ours beside the fastest of others: as they are loaded, and with q, k and v as one."""
+    """The fastest of ours with each head beside the fastest in bf16, and the fastest of torchao with the same head."""
     found = []
     for entry in result["entries"]:
         times = entry["times"]
         lines = []
-        for together in (False, True):
-            ours = _fastest(times, OURS, lambda name, together=together: (TOGETHER in name) == together)
-            for group in (BF16, TORCHAO):
-                other = _fastest(
-                    times, group, lambda name, together=together: together or TOGETHER not in name
-                )
+        for packed in (False, True):
+            ours = _fastest(times, OURS, packed)
+            for other in (_fastest(times, BF16, False), _fastest(times, TORCHAO, packed)):
                 if ours and other:
                     lines.append(f'- "{other}" takes {_ratio(times, other, ours)} times as long as "{ours}".')
         reasons: dict[str, list[str]] = {}
@@ -136,8 +133,9 @@ def bars(result: Data) -> str:
     return "\n\n".join(found)
 
 
-def _fastest(times: dict[str, list[float]], group: str, keep: Callable[[str], bool]) -> str | None:
-    names = [name for name in times if name.startswith(group) and keep(name)]
+def _fastest(times: dict[str, list[float]], group: str, packed: bool) -> str | None:
+    """The fastest method of a group, with output embeddings in int4 or in bf16."""
+    names = [name for name in times if name.startswith(group) and (HEAD_IN_INT4 in name) == packed]
     return min(names, key=lambda name: statistics.median(times[name]), default=None)
 
 

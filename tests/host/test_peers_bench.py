@@ -28,7 +28,7 @@ def steps():
     times = {
         "bf16, torch.compile": [3e-3, 3e-3, 3e-3], "gemmery int4, torch.compile": [2e-3, 1.5e-3, 1e-3],
         "torchao int4, torch.compile": [1e-3, 1.5e-3, 2e-3], "bf16, qkv as one, torch.compile": [2e-3, 2e-3, 2e-3],
-        "gemmery int4, int4 head, qkv as one, torch.compile": [1e-3, 1e-3, 1e-3],
+        "gemmery int4, int4 head, torch.compile": [1e-3, 1e-3, 1e-3],
     }  # fmt: skip
     entries = [{"name": f"M{batch}", "batch": batch, "times": times, "left_out": {}} for batch in (1, 16)]
     entries[1]["left_out"] = {"other": "not prepared in time"}
@@ -46,15 +46,14 @@ def test_ratios_are_of_a_round_and_losing_rows_stay():
     assert lines["bf16, torch.compile"] == ["3000.0", ""] * 2
 
 
-def test_the_fastest_are_compared_with_those_that_have_as_much():
+def test_the_fastest_are_compared():
     bars = peers_summary.bars(steps()).splitlines()
-    ours = "gemmery int4, int4 head, qkv as one, torch.compile"
     assert bars[:5] == [
         "M1:",
         "",
-        '- "bf16, torch.compile" takes **2.00** (1.50–3.00) times "gemmery int4, torch.compile".',
+        '- "bf16, qkv as one, torch.compile" takes **1.33** (1.00–2.00) times "gemmery int4, torch.compile".',
         '- "torchao int4, torch.compile" takes **1.00** (0.50–2.00) times "gemmery int4, torch.compile".',
-        f'- "bf16, qkv as one, torch.compile" takes **2.00** (2.00–2.00) times "{ours}".',
+        '- "bf16, qkv as one, torch.compile" takes **2.00** (2.00–2.00) times "gemmery int4, int4 head, torch.compile".',
     ]
     assert bars[-1] == '- Missing: "other", not prepared in time.'
 
@@ -136,20 +135,15 @@ def test_attention_that_reads_keys_once(queries):
     torch.testing.assert_close(found, wanted)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_a_model_with_q_k_and_v_as_one_computes_the_same(packed):
+def test_a_model_with_q_k_and_v_as_one_computes_the_same():
     os.environ["HF_HUB_OFFLINE"] = "1"
     transformers = pytest.importorskip("transformers", minversion="5")
-    import gemmery.nn
-
     torch.manual_seed(0)
     sizes = {
         "vocab_size": 50, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 16,
     }  # fmt: skip
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).bfloat16().eval()
-    if packed:
-        gemmery.nn.quantize(model, "int4", group_size=32)
     ids = torch.arange(3, 11)[None]
     with torch.no_grad():
         wanted = model(ids).logits

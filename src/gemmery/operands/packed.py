@@ -262,7 +262,7 @@ class PackedOperand(Operand):
         self.matrix = meta_proxy(weight, weight.words.device, transposed)
         self.tensors = tuple([x for x in self._parts if x is not None])
         self.places = tuple([i for i, x in enumerate(self._parts[:4]) if x is not None])
-        self.launched = tuple([self._parts[i] for i in self.places])
+        self.launched = tuple([x for x in self._parts[:4] if x is not None])
 
     @property
     def values(self) -> tuple[Any, ...]:
