@@ -14,16 +14,16 @@ HEAD = [
 PRODUCTS = ["product, M × N × K", "gemmery", "cuBLAS", "fastest template", "calls gemmery"]
 ABOUT = (
     "Times of a block are in µs per call, the median of the rounds. The ratio is taken within each round: the median, "
-    "with the smallest and the largest in parentheses; above 1, the block is faster with gemmery. Seconds are of the "
-    "compilation: those in which gemmery's kernel is compiled, in a thread beside Inductor's templates; those of its "
-    "measurement; each for the distinct product that takes longest. Added is what the first call takes longer with "
-    'gemmery, divided by the number of distinct products. Where "compiled" is empty, the kernel was compiled in the '
-    "measurement. Other empty fields were not measured."
+    "with the smallest and the largest in parentheses; above 1, the block is faster with gemmery. Seconds are those of "
+    "the compilation: to compile gemmery's kernel, in a thread that runs along with Inductor's templates, and to "
+    "measure it, each for the distinct product that takes longest. The column added is the time by which the first "
+    "call takes longer with gemmery, divided by the number of distinct products. If the column compiled is empty, the "
+    "kernel was compiled during the measurement. Other empty fields were not measured."
 )
 ABOUT_PRODUCTS = (
-    "Times of products are in µs, measured while Inductor compiled the block. Where gemmery is the fastest and not "
-    "called, it is so by less than the margin, or a template with the operators behind the product was faster than "
-    "gemmery and another kernel. Rows without the last column are from Inductor's log of a block that was not timed, "
+    "Times of products are in µs, measured while Inductor compiled the block. If gemmery is the fastest and is not "
+    "called, the difference is less than the margin, or a template with fused operators was faster than gemmery "
+    "followed by another kernel. Rows without the last column are from Inductor's log of a block that was not timed, "
     "because the run ended."
 )
 

@@ -8,19 +8,25 @@ from benchmarks.records import Data, read_folder, run_line, table
 from gemmery.lab import timing
 
 OURS = "gemmery"
-HEAD = ["product, M×N×K", "beside", "ratio", "gemmery, µs", "the other, µs"]
+HEAD = ["product, M×N×K", "peer", "ratio", "gemmery, µs", "peer, µs"]
 ABOUT = (
-    "A ratio is the other's time divided by gemmery's in the same round: the median, with the smallest and the largest "
+    "A ratio is the peer's time divided by gemmery's in the same round: the median, with the smallest and the largest "
     "in parentheses. Above 1, gemmery is faster. Times are medians. cuBLAS is torch's own product: `_scaled_mm` for "
-    "fp8, and in 16 bits where weights are packed. torch.compile has `max-autotune`, except for the loss."
+    "fp8, and the bf16 product for packed weights. torch.compile has `max-autotune`, except for the loss."
 )
-STEPS_HEAD = ["method", "1 row, µs a token", "over bf16", "16 rows, µs a token", "over bf16"]
+STEPS_HEAD = [
+    "method",
+    "1 row, µs per token",
+    "speedup over bf16",
+    "16 rows, µs per token",
+    "speedup over bf16",
+]
 ABOUT_STEPS = (
-    "The second and the fourth number are the time of bf16 with torch.compile divided by the method's in the same "
+    "A speedup is the time of bf16 with torch.compile divided by the method's in the same "
     "round: the median, with the smallest and the largest in parentheses. All methods run in a CUDA graph, with a "
-    "static cache. The attention is `grouped_attention` of `benchmarks/generation.py`, or torch's where sdpa is named. "
-    "An int4 head is that of the output embeddings; otherwise they are bf16. In gemmery's models, q, k and v are one "
-    "weight, as `swap` makes them. In others they are where the name says so; there the benchmark does this."
+    "static cache. The attention is `grouped_attention` of `benchmarks/generation.py`, or torch's if the name contains "
+    "sdpa. An int4 head is an output embedding in int4; otherwise, it is bf16. In gemmery's models, q, k and v are one "
+    "weight, which `swap` merges. In other models, they are one weight if the name says so; the benchmark merges them."
 )
 #: What is common to the names of ours and of others.
 BF16, TORCHAO, HEAD_IN_INT4 = "bf16", "torchao", "int4 head"
@@ -118,7 +124,7 @@ def bars(result: Data) -> str:
             ours = _fastest(times, OURS, packed)
             for other in (_fastest(times, BF16, False), _fastest(times, TORCHAO, packed)):
                 if ours and other:
-                    lines.append(f'- "{other}" takes {_ratio(times, other, ours)} times "{ours}".')
+                    lines.append(f'- "{other}" takes {_ratio(times, other, ours)} times as long as "{ours}".')
         reasons: dict[str, list[str]] = {}
         for name, why in entry.get("left_out", {}).items():
             reasons.setdefault(why, []).append(f'"{name}"')

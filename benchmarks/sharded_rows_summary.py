@@ -14,10 +14,10 @@ HEAD = [
 ABOUT = (
     "Gather is `all_gather_linear`; K is whole, and M is that of all ranks together. Scatter is "
     "`linear_reduce_scatter`; K is that of each rank. Times are in µs per call, in a CUDA graph, on the slower rank. "
-    "The product is the faster of cuBLAS's and gemmery's. NCCL is its all-gather or its reduce-scatter of bf16. The "
-    "first ratio is the time of product and NCCL divided by gemmery's in the same round: the median, with the smallest "
-    "and the largest in parentheses. The second ratio is that of torch's async TP, which can't be captured, for calls "
-    "from Python."
+    "The product is the faster of cuBLAS's and gemmery's. NCCL is the time of its all-gather or reduce-scatter in "
+    "bf16. The first ratio is the time of product and NCCL divided by gemmery's in the same round: the median, with "
+    "the smallest and the largest in parentheses. The second ratio is that of torch's async TP, which can't be "
+    "captured, for calls from Python."
 )
 
 

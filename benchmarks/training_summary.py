@@ -9,8 +9,9 @@ from benchmarks.records import Data, read_folder, run_line, table
 LOSS_HEAD = ["tokens × classes × features", "method", "ms", "Liger / this", "MiB", "of the least"]
 LOSS_ABOUT = (
     "Forward and backward pass in bf16, called from Python: the median of the rounds, and Liger's time divided by that "
-    "of the row in the same round. MiB is the peak of one call beside its inputs; of this, the gradient of the weight "
-    "takes classes × features. Liger sums the weight's gradient up in 16 bits, except where the row says 32 bits. "
+    "of the row in the same round. MiB is the peak memory of one call, without its inputs; of this, the gradient "
+    "of the weight takes classes × features. Liger adds up the weight's gradient in 16 bits, except where the row "
+    "says 32 bits. "
     '"Columns" are a `chunk_size`. An empty field was not measured.'
 )
 LORA_HEAD = [
@@ -18,9 +19,10 @@ LORA_HEAD = [
 ]  # fmt: skip
 LORA_ABOUT = (
     "Forward and backward pass in bf16: the median of the rounds, called from Python and in a CUDA graph, and the time "
-    "of the row divided by gemmery's in the same round. MiB is the peak of one call beside its inputs. `bitsandbytes` "
-    "is its `matmul_4bit` with an adapter in torch. `peft's` has the copy and the conversions of peft's `Linear4bit`. "
-    "`dequantize, torch` unpacks with gemmery's kernel and multiplies with cuBLAS. An empty field was not measured."
+    "of the row divided by gemmery's in the same round. MiB is the peak memory of one call, without its inputs. "
+    "`bitsandbytes` is its `matmul_4bit` with an adapter in torch. `peft's` has the copy and the conversions of "
+    "peft's `Linear4bit`. `dequantize, torch` unpacks with gemmery's kernel and multiplies with cuBLAS. An "
+    "empty field was not measured."
 )
 
 

@@ -10,22 +10,22 @@ kernel are arrays of `BLOCK` elements, and the compiler spreads them over the pr
                                               masked: these addresses are out of bounds
 
 A pointer plus an array of integers is an array of pointers. `n` is rarely a multiple of the block, so the last program
-would run past the end. A *mask* tells which elements exist. Masked elements are neither loaded nor stored.
+would run past the end. A *mask* selects the elements that exist. Masked elements are neither loaded nor stored.
 
 How fast can it be? Each element costs 12 bytes of traffic (two loads and one store of four bytes) and one addition. A
 GPU does hundreds of additions in the time of one such transfer, so memory bandwidth alone decides. So compare the
 kernel with a plain copy on the same machine in the same run: no kernel moves bytes faster than one that does nothing
-else. This simple kernel is as fast, so later rungs cannot gain anything on large vectors. Matrix products, from rung 3
-on, are different.
+else. This simple kernel is as fast as the copy, so later rungs cannot gain anything on large vectors. Matrix products,
+from rung 3 on, are different.
 
 Further reading. The programming model: Tillet, Kung, Cox, "Triton: An Intermediate Language and Compiler for Tiled
 Neural Network Computations", MAPL 2019. The limits of a machine: Williams, Waterman, Patterson, "Roofline", CACM 2009.
 
-**What it gained, and why.** On an H100 the kernel moves 3.0 TB/s where the vector is long, and a plain copy moves as
-much. Nothing is left to gain: it does one addition for each 12 bytes.
+**What it gained, and why.** On an H100, the kernel moves 3.0 TB/s if the vector is long, as much as a plain copy.
+Nothing is left to gain.
 
-*Where it loses.* 2**20 elements are 12.6 MB, which take 4 µs at that rate. The kernel takes 10 µs, and so does the
-copy: the rest is the latency of the launch and of the memory, and the tail of the last programs.
+*Where it loses.* 2**20 elements are 12.6 MB, which take 4 µs at that rate. The kernel and the copy both take 10 µs. The
+rest is the latency of the launch and of the memory, and the tail of the last programs.
 """
 
 from collections.abc import Callable, Sequence

@@ -13,21 +13,22 @@ that the addresses form a rectangle, as hardware for block copies requires (rung
 Triton has had two kinds of window:
 
 - *Block pointers*, `tl.make_block_ptr`: a pointer with a shape. The compiler turns them into ordinary addresses and
-  masks, with 64-bit arithmetic. Triton 3.7 calls them deprecated, 3.9 no longer has them.
+  masks, with 64-bit arithmetic. They are deprecated in Triton 3.7 and removed in 3.9.
 - *Tensor descriptors*: the same idea as an object. On NVIDIA GPUs since Hopper, the TMA unit reads the descriptor and
   copies the block from memory to shared memory by itself. On other GPUs, Triton turns a descriptor into addresses and
   masks. These are slower than your own, because Triton then knows nothing about the strides. The hardware has
   conditions: the base and all strides but the last must be multiples of 16 bytes, and the last stride must be one
   element.
 
-This rung has the kernel both ways and uses block pointers where this Triton knows them. Do not expect a gain over rung
-1: memory was already the limit, and TMA's detour through shared memory pays only if a block is used more than once.
+This rung has a kernel for each kind, and uses block pointers if the installed Triton supports them. Do not expect a
+gain over rung 1: memory was already the limit, and TMA's path through shared memory pays only if a block is used more
+than once.
 
-The second lesson of this rung is the cost of a call besides its kernel. `add(x, y)` allocates its output, and `add(x,
-y, out)` is given one. On the device, both take the same time, since PyTorch's allocator reuses memory from earlier
-calls. They differ in host time: some microseconds of Python and C++ before the kernel is queued. For a small vector,
-only host time counts, so the benchmark measures it, too. A descriptor also costs host time, because it is encoded at
-each launch.
+The second lesson of this rung is the cost of a call outside its kernel. `add(x, y)` allocates its output, and
+`add(x, y, out)` is given one. On the device, both take the same time, since PyTorch's allocator reuses memory from
+earlier calls. They differ in host time: a few microseconds of Python and C++ before the kernel is queued. For a small
+vector, only host time counts, so the benchmark measures it, too. A descriptor also costs host time, because it is
+encoded at each launch.
 
 Block pointers: the documentation of `tl.make_block_ptr` up to Triton 3.7. The TMA unit: NVIDIA, "H100 Tensor Core GPU
 Architecture", 2022, and the CUDA driver API under "Tensor Map Object Management".
@@ -35,9 +36,9 @@ Architecture", 2022, and the CUDA driver API under "Tensor Map Object Management
 **What it gained, and why.** Nothing on the device: block pointers, descriptors and the masks of rung 1 take the same
 time to within 1 % where the vector is long, since all of them wait for the memory.
 
-*Where it loses.* With 1024 elements only the host counts. Triton takes 18 µs to launch the kernel with pointers and 31
-µs with three descriptors, where torch.add takes 6 µs. A kernel that runs for less than that should not be launched by
-itself: fuse it with its neighbour, or capture the launches in a CUDA graph.
+*Where it loses.* With 1024 elements, only host time matters. Triton takes 18 µs to launch the kernel with pointers and
+31 µs with three descriptors, where torch.add takes 6 µs. A kernel that runs for less than that should not be launched
+alone: fuse it with its neighbor, or capture the launches in a CUDA graph.
 """
 
 import time
@@ -135,12 +136,12 @@ def window_answer() -> str:
 
 def strides_answer() -> str:
     return (
-        "No: its rows are 4093 * 2 bytes apart, which is no multiple of 16. Block pointers and masks take it."
+        "No: its rows are 4093 * 2 bytes apart, which is not a multiple of 16. Block pointers and masks work."
     )
 
 
 def host_answer() -> str:
-    return "The host: 18 us, or 31 with descriptors, against 12288 bytes, which take the memory 4 ns."
+    return "The host: 18 us, or 31 with descriptors, while the memory transfers 12288 bytes in 4 ns."
 
 
 QUESTIONS = (
@@ -148,7 +149,7 @@ QUESTIONS = (
         "A vector has 7919 elements. How many of the window of 1024 at offset 7168 lie outside?",
         window_answer,
     ),
-    Question("May a descriptor be made of a float16 matrix with strides (4093, 1)?", strides_answer),
+    Question("Can a descriptor describe a float16 matrix with strides (4093, 1)?", strides_answer),
     Question("The addition of 1024 numbers: which takes longer, the host or the memory?", host_answer),
 )
 

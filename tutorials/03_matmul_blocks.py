@@ -33,17 +33,17 @@ The next rung removes this limit. As in rung 2, there is a kernel with block poi
 versions of Triton without block pointers. (On Hopper, descriptors use the TMA unit, which otherwise comes with rung 8.
 With these versions, the figures of rungs 3 and 4 are less comparable.)
 
-Blocking for each level of the memory: Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication",
+Blocking for each level of memory: Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication",
 TOMS 2008. For GPUs: NVIDIA's CUTLASS.
 
-**What it gained, and why.** The first kernel reaches 0.82 of cuBLAS at 4096x4096x4096, by the tensor cores and the
-compiler's pipeline alone. `benchmarks/ladder_code.py` prints what the compiler made of both windows: with block
-pointers each thread copies eight times 16 bytes a step; with descriptors one thread asks the TMA unit for two blocks.
-The products are the same. So the difference at 4096, 245 µs against 227 µs, is the cost of copying by threads: 7 %.
+**What it gained, and why.** The first kernel reaches 0.82 of cuBLAS at 4096x4096x4096, with only the tensor cores and
+the compiler's pipeline. `benchmarks/ladder_code.py` prints the compiled code of both windows. With block pointers, each
+thread copies eight times 16 bytes per step; with descriptors, one thread requests two blocks from the TMA unit. The
+products are the same. So the difference at 4096, 245 µs against 227 µs, is the cost of copying by threads: 7 %.
 
 *Where it loses.* At 8192, the kernel with descriptors is the slower one: 2235 µs against 2058. Its instructions and
-its bytes for each tile are the same as at 4096, so they do not explain this. On an H200, which has faster memory, it
-was the faster one at 8192, too.
+bytes per tile are the same as at 4096, so they do not explain this. The cause is not known. On an H200, which has
+faster memory, it was the faster one at 8192, too.
 
 A tile of 128 x 128 is small for Hopper. Each warpgroup (four warps, which share one instruction of Hopper's tensor
 cores) multiplies 64 x 128, and each number of w is used only 128 times. Rung 6 finds that twice the width gains more
@@ -137,7 +137,7 @@ def matmul(
         )
     if M // TILE_M > 65535:
         raise ValueError(f"{M // TILE_M} rows of tiles: CUDA's grids end at 65535 in y; rung 5 takes more")
-    # Neighbouring program numbers run along a row of tiles: x is the faster number.
+    # Neighboring program numbers run along a row of tiles: x is the faster number.
     grid = (N // TILE_N, M // TILE_M)
     blocks = {"BLOCK_M": TILE_M, "BLOCK_N": TILE_N, "BLOCK_K": TILE_K, "num_warps": 8, "num_stages": 3}
     if window == "block pointer":
@@ -178,7 +178,7 @@ def time_answer() -> str:
 
 QUESTIONS = (
     Question(
-        "4096x4096x4096 in tiles of 128 x 128: how many bytes do all programs load, of how many distinct?",
+        "4096x4096x4096 in tiles of 128 x 128: how many bytes do all programs load, and how many are distinct?",
         loaded_answer,
     ),
     Question(

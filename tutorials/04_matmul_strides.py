@@ -1,10 +1,10 @@
 """Rung 4: matmul of any strides and any sizes, with three masks.
 
-Rung 3 requires contiguous matrices, and sizes that are multiples of the block. This rung accepts every matrix of
-torch.
+Rung 3 requires contiguous matrices, and sizes that are multiples of the block. This rung accepts any torch matrix.
 
 **Strides.** The element (i, j) of a matrix lies at `base + i * stride_0 + j * stride_1`. A transposed matrix is the
-same memory with exchanged strides. Every second column is a doubled stride. A row repeated by `expand` has a stride of
+same memory with the strides exchanged. A slice of every second column has a doubled stride. A row repeated by `expand`
+has a stride of
 0. A kernel that takes both strides of each matrix handles all of them without a copy. From here on, b is (K, N), as in
 `a @ b`, and a Linear's weight is passed as `w.T`.
 
@@ -27,15 +27,15 @@ The first two masks do not change in the loop. Only the third is computed in eac
 **Large matrices.** An offset of over 2**31 elements does not fit 32 bits. All addresses in 64 bits would take twice
 the registers. Here only the tile's corner has 64 bits, and offsets within the tile have 32.
 
-The cost is addresses and masks in the loop. On Hopper, the threads make the copies, and not the TMA unit. For sizes
-that rung 3 supports, this rung is not faster. It gains generality.
+The cost is addresses and masks in the loop. On Hopper, the threads make the copies instead of the TMA unit. For sizes
+that rung 3 supports, this rung is not faster. Its gain is generality.
 
 Every Triton or CUDA kernel has such strides and masks. BLAS libraries for CPUs solve the same problem by packing: Van
 Zee and van de Geijn, "BLIS: A Framework for Rapidly Instantiating BLAS Functionality", TOMS 2015.
 
-**What it gained, and why.** It accepts any matrix, and takes 5 to 10 % longer where rung 3 works, too.
+**What it gained, and why.** It accepts any matrix, and takes 5 to 10 % longer for matrices that rung 3 accepts too.
 `benchmarks/ladder_code.py` shows why: the copies are the same, eight times 16 bytes. But a step has 102 other
-instructions in place of 66: the masks, and pointers of 64 bits that move on.
+instructions instead of 66: the masks, and the increments of 64-bit pointers.
 
 *Where it loses.* At 4001x4099x4093 it takes more than four times as long as at 4096. K is odd, so rows begin at odd
 addresses. Each number is loaded separately: 64 loads of 2 bytes and 64 writes to shared memory replace eight copies.

@@ -1,7 +1,7 @@
 """Rung 5: matmul on a 1-D grid, in grouped order.
 
-The GPU starts programs in the order of their numbers, and a few hundred run at a time. Their tiles decide which data
-the L2 cache must hold. Consider an output of 8 x 8 tiles, of which 8 run at a time:
+The GPU starts programs in the order of their numbers, and a few hundred run at a time. Their tiles determine the data
+that the L2 cache must hold. Consider an output of 8 x 8 tiles, of which 8 run at a time:
 
     row by row                groups of 4 rows, column by column
 
@@ -26,17 +26,17 @@ multiplies with either.
 
 A one-dimensional grid also removes the limit of 65535 rows of tiles in rungs 3 and 4.
 
-The gain depends on the part of the inputs that L2 holds anyway. If the operands of all tiles in flight fit, the order
+The gain depends on how much of the inputs L2 holds anyway. If the operands of all tiles in flight fit, the order
 hardly matters. It matters more with larger matrices and a smaller cache.
 
 CUTLASS calls this order threadblock swizzling. In Triton's tutorials it is called grouped ordering or super-grouping.
 
-**What it gained, and why.** The order saves bytes. It saves time only if the kernel waits for these bytes. `gemmery
-order` simulates the cache. At 16384x16384x2048, groups of 8 read 1.1 GB from memory, and row-by-row order reads 8.5
-GB. This is more than the memory of an H100 delivers in the 2.3 ms for which the tensor cores work, so the order gains
-time: 2619 µs row by row, 2302 µs in groups of 16. At 8192x8192x8192, row-by-row order reads 4.4 GB, three times as
-much as groups of 8, but that takes only 1.5 ms of a product of 2.3 ms. The tensor cores take longer and hide the time
-of the memory. All group heights are within 4 % of each other.
+**What it gained, and why.** The order saves bytes. It saves time only if the kernel waits for these bytes.
+`gemmery order` simulates the cache. At 16384x16384x2048, groups of 8 read 1.1 GB from memory, and row-by-row order
+reads 8.5 GB. An H100 can't read 8.5 GB in the 2.3 ms that the tensor cores take, so the order gains time: 2619 µs row
+by row, 2302 µs in groups of 16. At 8192x8192x8192, row-by-row order reads 4.4 GB, three times as much as groups of 8,
+but that takes only 1.5 ms of a product of 2.3 ms. The tensor cores take longer and hide the time of the memory. All
+group heights are within 4 % of each other.
 
 *Where it loses.* At 4096, the kernel takes 6 % longer than rung 4. L2 nearly holds both operands, so there is nothing
 to gain, but each program first has to compute the place of its tile.
@@ -44,7 +44,7 @@ to gain, but each program first has to compute the place of its tile.
 At 4001x4099x4093 it takes 1.6 times as long as rung 4. The cause is not the order, which rung 6 shares, but the code.
 Rung 4 just fits into the 255 registers that a thread can have. The tile's place takes a few more, and the compiler
 spills 64 bytes: each step reloads 15 registers from local memory before it can compute its addresses.
-`benchmarks/ladder_code.py` shows it as `LDL`, which reads local memory. Rung 6 fixes it with one line.
+`benchmarks/ladder_code.py` shows these loads as `LDL`, which reads local memory. Rung 6 fixes it with one line.
 """
 
 from collections.abc import Callable, Sequence
@@ -208,7 +208,7 @@ def touched_answer() -> str:
 
 def cache_answer() -> str:
     return (
-        "4096: 2 x 34 MB, of which 50 MB of L2 hold the most, so the order gains nothing. 8192: 2 x 134 MB. There it "
+        "4096: 2 x 34 MB, most of which 50 MB of L2 hold, so the order gains nothing. 8192: 2 x 134 MB. There it "
         "saves bytes, but no time as long as the tensor cores take longer than the memory."
     )
 

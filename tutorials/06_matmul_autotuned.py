@@ -7,8 +7,8 @@ GPU and on the problem:
   registers in each of 256 threads), and a small problem has too few large tiles to keep all processors busy.
 - *Warps*. They share the tile. With too few, a thread needs too many registers. With too many, each one has little to
   do.
-- *Stages*. The number of blocks that are loaded at a time. More stages hide more latency and take more shared memory:
-  stages x (BLOCK_M + BLOCK_N) x BLOCK_K x 2 bytes.
+- *Stages*. The number of K steps whose blocks are in shared memory at once. More stages hide more latency and take more
+  shared memory: stages x (BLOCK_M + BLOCK_N) x BLOCK_K x 2 bytes.
 - *Group*. The shape of the tiles in flight, as in rung 5.
 
 These choices interact and are hard to predict. So measure them: `triton.autotune` compiles the kernel for each config,
@@ -20,9 +20,10 @@ ends.
         later calls with the same M, N, K: winner, at once
 
 The key must contain everything on which the choice depends: here the sizes, and the strides, which decide the width of
-loads. A key that is too fine tunes all the time: in a model with changing sequence lengths, each new length is a new
-M. A key that is too coarse keeps a bad choice. And the first call takes seconds. For these reasons, a library has
-tables and a model of the machine instead. To learn about the machine, tuning is the right tool.
+loads. With a key that is too fine, the tuner runs all the time: in a model with changing sequence lengths, each new
+length is a new M. With a key that is too coarse, a bad choice stays. In both cases, the first call takes seconds. For
+these reasons, a library has tables and a model of the machine instead. To learn about the machine, tuning is the right
+tool.
 
 A config that needs more shared memory than the GPU has is not an error. The tuner treats it as infinitely slow.
 
@@ -30,8 +31,8 @@ In the interpreter, there is nothing to measure, so a fixed config is used.
 
 Tuning by measurement: Whaley and Dongarra, "Automatically Tuned Linear Algebra Software", SC 1998.
 
-**What it gained, and why.** At 4096 and 8192 the tuner takes a tile of 128 x 256 x 64 with 8 warps, and the rung is
-1.13 times as fast as rung 5. For twice the products, a step has 12 copies in place of 8 and hardly more other
+**What it gained, and why.** At 4096 and 8192, the tuner chooses a tile of 128 x 256 x 64 with 8 warps, and the rung is
+1.13 times as fast as rung 5. A step computes twice as many products with 12 copies instead of 8, and hardly more other
 instructions.
 
 One line of the kernel is worth more than the list of configs: `tl.assume(K > 0)`. Without it, the wide tile takes 276
@@ -173,7 +174,7 @@ def register_answer() -> str:
 
 def stall_answer() -> str:
     seconds = 100 * len(CONFIGS) * 0.13
-    return f"{len(CONFIGS)} configs, each timed for some 0.13 s: {seconds:.0f} s in all, besides compiling them once."
+    return f"{len(CONFIGS)} configs, each timed for about 0.13 s: {seconds:.0f} s in total, plus one compilation."
 
 
 QUESTIONS = (

@@ -11,7 +11,7 @@ A *persistent* kernel starts as many programs as the GPU has processors (SMs), a
     SM 0  |start|K loop|end| |start|...    SM 0  |start| K loop of tile 0 |end| K loop of tile 132 |end| ...
     SM 1  |start|K loop|end| |start|...    SM 1  |start| K loop of tile 1 |end| K loop of tile 133 |end| ...
 
-The same tiles run at the same time as before, so the grouped order is as useful.
+The same tiles run at the same time as before, so the grouped order remains useful.
 
 With `flatten=True` in `tl.range`, the compiler merges the loop over tiles and the loop over K into one. The pipeline
 then does not run empty at the end of a tile: while its last blocks are multiplied, the first blocks of the next tile
@@ -22,7 +22,7 @@ addresses stay in registers for the next tile, and a thread has only 255. And se
 hide each other's beginning and end, are now one. So the tuner measures both ways.
 
 Persistent threads: Gupta, Stuart, Owens, "A Study of Persistent Threads Style GPU Programming for GPGPU Workloads",
-InPar 2012. What else can be done about the last wave: Osama et al., "Stream-K", PPoPP 2023.
+InPar 2012. Another solution for the last wave: Osama et al., "Stream-K", PPoPP 2023.
 
 **What it gained, and why.** It is 1.18 times as fast as rung 6 at 4096 and 1.29 times at 8192, and reaches 0.97 to
 0.98 of cuBLAS. The gain comes from flattening, not from the loop over tiles. With the same tile of 128 x 256 x 64 and
@@ -39,7 +39,7 @@ next tile begin while the last ones of this tile are multiplied.
 *Where it loses.* With a tile of 128 x 128, two programs fit on an SM and hide each other's beginning and end. So
 flattening gains 3 % there, from 274 µs in rung 6 to 266. At 4001x4099x4093 the rung takes 1.1 times as long as rung 6:
 there, nothing is copied ahead, so flattening cannot help, and even a tile of 128 x 128 spills 904 bytes. At 3072 there
-are 288 tiles of 128 x 256. They are 2.2 waves, but take the time of 3: 0.74 of cuBLAS. Rung 10 solves this.
+are 288 tiles of 128 x 256. They form 2.2 waves, but take the time of 3: 0.74 of cuBLAS. Rung 10 solves this.
 """
 
 import functools

@@ -2,8 +2,8 @@
 
 On Hopper and later GPUs, the threads need not load blocks. One thread gives a *tensor descriptor* and a corner to the
 TMA unit ("load the block at (row, k)"). The unit computes addresses, checks bounds, and copies the block to shared
-memory, in the layout that the tensor cores read. When it is done, it signals a barrier. The masks of rung 4 and the
-addresses of rung 7 are gone, and so are the registers that held them.
+memory, in the layout that the tensor cores read. When it is done, it signals a barrier. The kernel needs neither the
+masks of rung 4 nor the addresses of rung 7, nor their registers.
 
     rung 7    256 threads: address, mask, copy |  of each 16 bytes, beside the multiplication
     rung 8    1 thread:    "block (row, k)"    |  and 256 threads only multiply
@@ -12,7 +12,7 @@ Outside the tensor, a descriptor's load returns 0 and its store drops the elemen
 the tile. But the hardware has conditions: the last dimension is contiguous, the base and all other strides are
 multiples of 16 bytes (8 float16 numbers), and no dimension is empty. All other matrices need rung 7.
 
-The descriptors here are made on the host (`TensorDescriptor`) and passed as kernel arguments. This costs some
+The descriptors here are made on the host (`TensorDescriptor`) and passed as kernel arguments. This costs a few
 microseconds of host time per launch, but nothing on the device. A kernel can also make them itself
 (`tl.make_tensor_descriptor`), which needs device memory.
 
@@ -33,16 +33,16 @@ the compiler knows nothing about the strides. So each float16 number is loaded s
 
 TMA: NVIDIA, "H100 Tensor Core GPU Architecture", 2022. Persistent kernels on it: CUTLASS 3, DeepGEMM.
 
-**What it gained, and why.** It is 2 to 3 % faster than rung 7 at 4096 and 8192, and as fast as cuBLAS: the tensor
-cores are the limit. It also takes less: 156 registers instead of 255. A step has two requests to the TMA unit and 101
-other instructions, instead of 12 copies and 193. Rung 9 needs this room for its epilogue.
+**What it gained, and why.** It is 2 to 3 % faster than rung 7 at 4096 and 8192, and as fast as cuBLAS: the tensor cores
+are the limit. It also needs fewer registers: 156 registers instead of 255. A step has two requests to the TMA unit and
+101 other instructions, instead of 12 copies and 193. Rung 9 needs these registers for its epilogue.
 
 At 4001x4104x4088 it is four times as fast as rung 7. There, rows are multiples of 16 bytes, which is enough for the
 TMA unit. A kernel with pointers is compiled for strides that are multiples of 16 *numbers*, or for any strides. Here
 they are multiples of 8 numbers, so rung 7 loads each number separately.
 
 *Where it loses.* It has one tile, 128 x 256. At 1024 there are 32 tiles for 132 multiprocessors: 0.57 of cuBLAS. At
-4001x4104x4088 there are 544 tiles. They are 4.1 waves, but take the time of 5. This alone leaves 0.84 of cuBLAS, as
+4001x4104x4088 there are 544 tiles. They form 4.1 waves, but take the time of 5. This alone leaves 0.84 of cuBLAS, as
 the product with K = 4096 shows. In addition, a row has 8176 bytes, so most of the 128-byte pieces that the TMA unit
 loads lie in two cache lines. Together this leaves 0.71. Rung 10 shows the cost of such rows, and how cuBLAS avoids it.
 """

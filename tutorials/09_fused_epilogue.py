@@ -1,7 +1,7 @@
 """Rung 9: a fused epilogue.
 
-A product rarely comes alone. A Linear layer adds a bias, and an activation follows: out = gelu(a @ w.T + bias). With
-separate kernels, the product is written to memory and read again, twice:
+A product is rarely the only operation. A Linear layer adds a bias, and an activation follows: out = gelu(a @ w.T +
+bias). With separate kernels, the product is written to memory and read again, twice:
 
     separate    product -> out        out + bias -> out         gelu(out) -> out
                 write MN              read MN, write MN         read MN, write MN
@@ -13,8 +13,8 @@ For 4096 x 14336 in float16, each pass over the output is 117 MB, which takes ab
 only partly hidden: while threads compute the gelu, they start no products, but the loads of the next tile continue.
 The last lines of the benchmark compare it with the bare product of rung 8.
 
-The fused kernel is also more accurate: bias and gelu see the float32 accumulator, and not a product that was rounded
-to float16.
+The fused kernel is also more accurate: bias and gelu receive the float32 accumulator instead of a product that was
+rounded to float16.
 
 The kernel is that of rung 8 with two more arguments. `EPILOGUE` is a jitted function, passed as a constant. The
 compiler inlines it into the kernel, so a new epilogue is a function of a few lines and not a new kernel. It runs on
@@ -28,15 +28,15 @@ kernel's code and the gradient from it. The same fusion, with the same matrices:
     import gemmery
     out = gemmery.matmul(a, w.T, epilogue=lambda acc, bias: F.gelu(acc + bias), args=(bias,))
 
-docs/epilogues.md has more: residuals, gates, several results, sums of rows.
+docs/epilogues.md has more examples: residuals, gates, several results, sums of rows.
 
 Epilogues as composable functions: Chen et al., "EVT: Accelerating Deep Learning Training with Epilogue Visitor Tree",
 ASPLOS 2024, and CUTLASS. GELU: Hendrycks and Gimpel, 2016.
 
 **What it gained, and why.** It is 1.06 times as fast as torch's addmm and gelu at 4096x4096x4096, and 1.08 times at
-4096x14336x4096. The polynomial makes the difference. With `tl.erf`, 68 instructions for each number of the output in
-place of 20, the rung loses: 0.93 and 0.99. The fused kernel takes at most 9 % longer than rung 8 for the product
-alone.
+4096x14336x4096. The polynomial makes the difference. With `tl.erf`, which takes 68 instructions per output element
+instead of 20, the rung is slower than torch: 0.93 and 0.99. The fused kernel takes at most 9 % longer than rung 8 for
+the product alone.
 
 *Where it loses.* torch also fuses the bias, in addmm, and its gelu is a pass over an output that is partly in L2. So
 there is less to gain than the count of passes suggests: torch takes 1.08 to 1.13 times as long for all three steps as

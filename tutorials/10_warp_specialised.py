@@ -1,4 +1,4 @@
-"""Rung 10: a warp-specialised kernel, in which one warp loads and the others multiply.
+"""Rung 10: a warp-specialized kernel, in which one warp loads and the others multiply.
 
 In rung 8, every warp does everything: it requests the next blocks, waits for the current ones, multiplies, and at the
 end of a tile converts and stores. The compiler interleaves these as well as it can, but all warps store at the same
@@ -38,17 +38,17 @@ while the tile is stored.
               group 1                   | multiply tile 1 | store 1         | multiply tile 3
     shared    both      multiply tile 0 | store 0 | multiply tile 1 | store 1
 
-**Slots and boxes.** A tile leaves through shared memory. Each group has two *slots* of 64 x 64 numbers. It fills one
+**Slots and boxes.** A tile is stored through shared memory. Each group has two *slots* of 64 x 64 numbers. It fills one
 while the TMA unit copies the other one to the output. A *box* is what one load of the TMA unit brings: 64 or 128 rows
 of 64 columns.
 
 **Any width.** The tensor cores of Hopper multiply 64 rows of a by n rows of w, for every n that is a multiple of 8, up
 to 256 (`wgmma` of PTX). A tensor of Triton has a power of two of elements, so `tl.dot` offers only n = 8, 16 ... 256.
-For that reason, rung 8 loses if its tiles fill the last wave badly. An H100 has 132 multiprocessors. A product of
+Rung 8 is therefore slow if its tiles leave the last wave mostly empty. An H100 has 132 multiprocessors. A product of
 1500x5760x2880 has 276 tiles of 128 x 256, which are 2.09 waves and take the time of 3. With 128 x 176 there are 396
-tiles: exactly 3.00 waves, of 0.69 of the width. cuBLAS uses this tile, too. Here the instruction is inline assembly.
-An accumulator is a tuple of tensors of 64 x 8. A thread has four numbers of each, in the order in which the
-instruction wants its registers.
+tiles: exactly 3.00 waves, of 0.69 of the width. cuBLAS uses this tile, too. Here the instruction is inline assembly. An
+accumulator is a tuple of tensors of 64 x 8. A thread has four numbers of each, in the order of the instruction's
+registers.
 
 Gluon, the language below Triton's, has explicit warp roles, barriers and layouts. `gl.warp_specialize` starts each
 role in its own warps and with its own number of registers per thread: 232 for a consumer, 40 for the producer.
@@ -67,7 +67,7 @@ gemmery's own kernel of this kind, `src/gemmery/kernels/any_width.py`, adds the 
 batches, groups, packed and sparse weights, epilogues, tiles cut along K, and first loads that are issued before the
 roles begin.
 
-Warp specialisation on GPUs: Bauer, Cook, Khailany, "CudaDMA", SC 2011. Cooperative and ping-pong kernels on Hopper:
+Warp specialization on GPUs: Bauer, Cook, Khailany, "CudaDMA", SC 2011. Cooperative and ping-pong kernels on Hopper:
 NVIDIA, CUTLASS 3. The instructions: NVIDIA, "PTX ISA", wgmma and mbarrier.
 
 **What it gained, and why.** It is as fast as the library's kernel: 1.00, 1.01 and 1.00 times its speed at
@@ -76,7 +76,7 @@ NVIDIA, CUTLASS 3. The instructions: NVIDIA, "PTX ISA", wgmma and mbarrier.
 reach 0.98 and 0.57. No tile is best everywhere. For 1500x5760x2880, 176 columns fill three waves, and the tile of 256
 takes 1.37 times as long. At 2048, the tile of 176 takes 1.3 times as long as those of 128 and 256.
 
-Between the tiles for a product, the number of waves decides first. Then the loads of a stage decide: L2 delivers a
+The number of waves is the first criterion for a product's tile. The loads of a stage are the second: L2 delivers a
 limited number of bytes per clock to a multiprocessor, and narrow tiles need more of them for their products. A step of
 112 columns takes no less time than one of 128. A stage has whole boxes of 64 rows of w, so 208 columns load as much as
 256. The library loads exactly the rows of the tile. `Tile.clocks` has these two rules, with 60 bytes per clock. For
@@ -96,8 +96,8 @@ that a multiprocessor loads for all its tiles by the time:
     width 176, turns     6 waves x 64 steps x 40 KB in 347 µs    45
     width 256, shared    4 waves x 64 steps x 48 KB in 279 µs    45
 
-The rate is the same for every tile. With K = 4096, the narrow tile gets 81. cuBLAS loses nothing at 4096x4096x4088:
-194 µs. Its kernel has the same tile and the same number of stages. But by its name, `128x256_64x4_2x1`, two
+The rate is the same for all tiles. With K = 4096, the narrow tile gets 81. cuBLAS loses nothing at 4096x4096x4088: 194
+µs. Its kernel has the same tile and the same number of stages. But its name, `128x256_64x4_2x1`, shows that two
 multiprocessors form a cluster of 2 x 1. One load from L2 can serve both of them, so each one loads its own 128 rows of
 one operand and half of the 256 rows that they share. That would be 32 KB per step, or 43 bytes a nanosecond. At
 4001x4104x4088 cuBLAS uses clusters of 1 x 2, which share the other operand. A step would then load 40 KB, and cuBLAS
@@ -108,10 +108,10 @@ At 512, the kernel reaches 0.80 of gemmery's speed. Its smallest tile, 128 x 64,
 and the library has one of 64 x 32. At 3072 it reaches 0.96: gemmery takes tiles of 192 x 192 there, with three
 consumers.
 
-The kernel was also wrong at first. Tiles of 136 and 192 columns have three parts to store, an odd number. So each tile
-began with the slot in which the tile before it had ended, and filled it while it was still being stored. At most
-sizes, there are enough steps between two stores to hide this. The check with three steps per tile found it, in one of
-two runs. Now the check repeats itself, and the protocol in Python includes the slots.
+The first version of this kernel was wrong. Tiles of 136 and 192 columns have three parts to store, an odd number. So
+each tile began with the slot in which the tile before it had ended, and filled it while it was still being stored. At
+most sizes, there are enough steps between two stores to hide this. The check with three steps per tile found this
+error, in one of two runs. Now the check repeats itself, and the protocol in Python includes the slots.
 """
 
 import functools
@@ -794,7 +794,7 @@ QUESTIONS = (
         waves_answer,
     ),
     Question(
-        "Tiles of 128 x 128: how many stages fit beside 32 KB of slots? How long before its use is a block asked for?",
+        "Tiles of 128 x 128: how many stages fit beside 32 KB of slots? How long before its use is a block requested?",
         ring_answer,
     ),
     Question(

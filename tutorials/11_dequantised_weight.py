@@ -1,11 +1,11 @@
-"""Rung 11: a weight of four bits, dequantised on the way to the tensor cores.
+"""Rung 11: a weight of four bits, dequantized on the way to the tensor cores.
 
 A model that generates text multiplies a few rows of x by each of its weights. Nearly all of the time is spent on
 reading the weight: 8192 x 8192 numbers of 16 bits are 134 MB, which take 45 µs at 3.0 TB/s, however fast the tensor
 cores are. With four bits per number, the weight has a fourth of these bytes. It stays in this form in memory and
 becomes float16 only in registers.
 
-**The format.** Along K, each GROUP of 64 numbers has a scale. A number is kept as an integer q from 0 to 15:
+**The format.** Along K, each GROUP of 64 numbers has a scale. A number is stored as an integer q from 0 to 15:
 
     w = (q - 8) * scale        scale = largest |w| of the group / 7
 
@@ -38,7 +38,7 @@ it the last bit, varies between runs. gemmery adds the parts in a fixed order in
 
 When do four bits pay? As long as the time is spent on reading the weight. A product of M rows does M multiplications
 for each number that is read, so from some number of rows on, the tensor cores take longer than the memory, in any
-format. Beyond that number, dequantising is only additional work, and four bits lose, as the last lines of the
+format. Beyond that number, dequantizing is only additional work, and four bits lose, as the last lines of the
 measurement show.
 
 In gemmery:
@@ -55,8 +55,8 @@ et al., "Who Says Elephants Can't Run", 2022.
 **What it gained, and why.** One row of x takes 39 µs, and torch with 16 bits takes 60. Reading the weight alone would
 take 12 µs. The instructions take longer: `benchmarks/ladder_code.py` counts about 190 of them, in each of 4 warps, for
 each step of 64 x 64 numbers. There are four small products as well, and the kernel waits for each of them before it
-unpacks the next 16 columns. There are 16384 such steps. Even if all multiprocessors issued without a pause, the
-instructions would take 14 µs. gemmery's kernel takes 25 µs.
+unpacks the next 16 columns. There are 16384 such steps. Even if all multiprocessors issued instructions without a
+pause, they would take 14 µs. gemmery's kernel takes 25 µs.
 
 *Where it loses.* By the answer to question 2, four bits could win up to 62 rows. The rung is 1.41 times as fast as
 torch with 16 rows, and 0.90 times with 64. The instructions of a step are nearly the same as with one row. But 64
@@ -134,7 +134,7 @@ def dequantise(w: Packed) -> torch.Tensor:
 
 
 def shifts(device: torch.device) -> torch.Tensor:
-    """Where a word has its numbers: (run, 1, which of the two neighbours)."""
+    """Where a word has its numbers: (run, 1, which of the two neighbors)."""
     return (4 * torch.arange(8, device=device)).reshape(4, 1, 2)
 
 
@@ -232,17 +232,17 @@ def bytes_answer() -> str:
 
 def rows_answer() -> str:
     found = (f"{bits:g} bits: {solved_break_even(bits, RATE, BANDWIDTH):.0f} rows" for bits in (16, 4.25))
-    return "; ".join(found) + ". From there on the tensor cores are busy longer than the memory."
+    return "; ".join(found) + ". With more rows, the tensor cores take longer than the memory."
 
 
 def bits_answer() -> str:
     value = torch.tensor(0x6400 | 5, dtype=torch.int16).view(torch.float16).item()
-    return f"{value:g}. The last bit of a float16 from 1024 to 2048 is worth 1, so the numbers up to 1023 just fit in."
+    return f"It is {value:g}. The last bit of a float16 from 1024 to 2048 has the value 1, so all integers fit exactly."
 
 
 QUESTIONS = (
     Question(
-        "A weight of 8192 x 8192 and 16 rows of x: how long does reading take with 16 bits, and with 4.25?",
+        "A weight of 8192 x 8192 and 16 rows of x: how long does reading the weight take with 16 bits, and with 4.25?",
         bytes_answer,
     ),
     Question(

@@ -13,7 +13,7 @@ including the zeros, in the same time. A mask alone saves nothing.
 Step 2, compressed storage. `compress` keeps two numbers of each four, and a code of 4 bits: `i0 | i1 << 2`, where `i0
 < i1` are their places. With numbers of 16 bits, that is 2 · 16 + 4 = 36 bits instead of 64: 9/16 of the bytes.
 `expanded_kernel` reads these and restores the zeros in registers. It multiplies as much as before, and the expansion
-is additional work. So it can pay only if the time is spent on reading the weight: with few rows of x.
+is additional work. So it can pay only if the time is spent on reading the weight, as with few rows of x.
 
 Step 3, the sparse tensor cores. Since compute capability 8.0, they can skip the zeros. `mma.sp.m16n8k32` multiplies 16
 x 32 numbers of the weight, given as the 16 x 16 kept ones, by 32 x 8 numbers of x. It does as many multiplications as
@@ -23,7 +23,7 @@ the dense m16n8k16, for twice its K. The code of each kept number selects its fa
 
 Only the left operand can be sparse. So the weight is on the left, and the product is w @ x.T, the transpose of the
 result. PTX takes the operands in registers of the 32 threads of a warp, its *lanes*. The first picture (on this rung's
-page of the documentation) shows which lane has which numbers. In the code, these functions tell it: `place_in_a`,
+page of the documentation) shows which lane has which numbers. In the code, these functions define it: `place_in_a`,
 `place_in_b`, `place_in_c` and `place_in_codes`.
 
     lane = 4 g + t    g = 0 .. 7: a row of w, or of x; t = 0 .. 3: a place along K
@@ -62,7 +62,7 @@ tile has, up to 256, and tiles need not be a power of two wide. The kept numbers
 which the TMA unit of rung 8 loads them. Only the codes go through registers. On other GPUs, the kernels expand the
 weight as in step 2. docs/sparse.md has more.
 
-When does 2:4 pay? The codes take a part of the savings:
+When does 2:4 pay? The codes reduce the savings:
 
     numbers of     bits a weight, dense     2:4
     16 bits                          16       9
@@ -79,9 +79,9 @@ that were trained or calibrated for it. Do not use either without measuring the 
 The pattern: Mishra et al., "Accelerating Sparse Deep Neural Networks", 2021. The instruction: NVIDIA, "PTX ISA",
 mma.sp.
 
-**What it gained, and why.** With one row of x, the kernel of step 3 takes 41 µs, and torch's dense product 60. To read
-the weight alone would take 25 µs. `benchmarks/ladder_code.py` shows why the kernel comes close to this: each lane
-loads the weight 16 bytes at a time, eight such loads are under way at once, and a step has only 35 other instructions.
+**What it gained, and why.** With one row of x, the kernel of step 3 takes 41 µs, and torch's dense product 60. Reading
+the weight alone would take 25 µs. `benchmarks/ladder_code.py` shows why the kernel comes close to this: each lane loads
+the weight 16 bytes at a time, eight such loads are under way at once, and a step has only 35 other instructions.
 gemmery's kernel takes 36 µs. With 4096 rows, where the tensor cores are the limit, it is 1.4 times as fast as torch.
 
 *Where it loses.* Step 2, the expansion in registers, takes 102 µs with one row, longer than the dense product. A step

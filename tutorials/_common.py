@@ -157,7 +157,7 @@ def time_us(calls: Sequence[Callable[[], object]], rounds: int | None = None) ->
 
     `do_bench` overwrites the L2 cache before every run, so that inputs come from memory as they mostly do in a model,
     and its median ignores the odd slow run. A GPU that has just run something light still has power to spare, which
-    favours whoever comes next; hence several rounds, each in a new order.
+    favors whoever comes next; hence several rounds, each in a new order.
     """
     graphs = [captured(call) for call in calls]
     times: list[list[float]] = [[] for _ in calls]

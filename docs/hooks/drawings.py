@@ -389,25 +389,26 @@ class Drawing:
 
 
 DRAWINGS: dict[int, list[Drawing]] = {
-    1: [Drawing(vector, "22 elements in blocks of 8: the indices of each program; hatched ones are masked.")],
-    2: [Drawing(window, "A window on a matrix: a shape, a block and the offset of its corner are all that is said.")],
-    3: [Drawing(walk, "The program of the tile at row 1, column 2: what it loads in each step along K, a colour a "
-                      "step; numbers are offsets in memory.")],
-    4: [Drawing(masks, "The program of the last tile in its last step: 7 x 6 x 5 in blocks of 4. Numbers are offsets, "
-                       "by the strides; hatched ones are masked.")],
-    5: [Drawing(order, "The number of each tile in either order; blue: the first 8, which run at a time; orange: the "
-                       "blocks of a and b that these read.")],
-    6: [Drawing(configs, "A larger tile loads less for its operations, and takes more shared memory.")],
-    7: [Drawing(persistent, "The parts of a program's time, not to scale: flattened, the next tile's loads start under "
-                            "the end of this one.")],
-    8: [Drawing(shared, "The fourth stage fits where the tile is stored in halves.")],
-    9: [Drawing(passes, "What the output costs in traffic, pass by pass.")],
-    10: [Drawing(roles, "Taking turns, not to scale: while one consumer stores, the other one multiplies, and the "
-                        "producer has begun to load the tile after.")],
-    11: [Drawing(words, "A step of 64 columns and its 8 words: each has two neighbours of every 16 columns.")],
-    12: [Drawing(fragments, "mma.sp.m16n8k32: which of 32 lanes has which numbers, and in which of four registers."),
-         Drawing(codes, "Codes of 16 rows and 64 columns: the lane whose word has them, four to a cell, and one "
-                        "word in full. The selector of an instruction says which two lanes of each row it reads.")],
+    1: [Drawing(vector, "22 elements in blocks of 8, with the indices of each program. Hatched elements are masked.")],
+    2: [Drawing(window, "A window on a matrix is defined by its shape, its block and the offset of its corner.")],
+    3: [Drawing(walk, "The blocks that the program of the tile at row 1, column 2 loads, with one color per step along "
+                      "K. Numbers are offsets in memory.")],
+    4: [Drawing(masks, "The last step of the program of the last tile: 7 x 6 x 5 in blocks of 4. Numbers are offsets, "
+                       "computed from the strides. Hatched elements are masked.")],
+    5: [Drawing(order, "The number of each tile in both orders. Blue: the first 8 tiles, which run at the same time. "
+                       "Orange: the blocks of a and b that they read.")],
+    6: [Drawing(configs, "A larger tile loads fewer bytes per operation, and takes more shared memory.")],
+    7: [Drawing(persistent, "The parts of a program's time, not to scale. With flattening, the loads of the next tile "
+                            "start before the current tile ends.")],
+    8: [Drawing(shared, "The fourth stage fits if the tile is stored in halves.")],
+    9: [Drawing(passes, "Memory traffic of the output, pass by pass.")],
+    10: [Drawing(roles, "Taking turns, not to scale. While one consumer stores, the other one multiplies, and the "
+                        "producer loads the tile after that.")],
+    11: [Drawing(words, "A step of 64 columns and its 8 words. Each word has two adjacent columns of every 16.")],
+    12: [Drawing(fragments, "The numbers that each of the 32 lanes holds for mma.sp.m16n8k32, in four registers."),
+         Drawing(codes, "The codes of 16 rows and 64 columns: each cell shows four codes and the lane whose word has "
+                        "them; one word is shown in full. The selector of an instruction determines the two lanes of "
+                        "each row whose codes it reads.")],
 }  # fmt: skip
 
 
@@ -442,7 +443,7 @@ def of_all(records: Mapping[int, ladder.Record]) -> str:
         axes.legend(loc="upper center", ncols=2, bbox_to_anchor=(0.5, 1.2))
     return svg(
         made,
-        "Speed of each rung beside torch's product (rung 9: its addmm and gelu), measured in the same run.",
+        "Speed of each rung relative to torch's product (for rung 9, its addmm and gelu) in the same run.",
     )
 
 

@@ -86,7 +86,7 @@ def cells(rung: Rung) -> Iterator[dict[str, Any]]:
     for _, text in _sections(rung.code("solutions")):
         yield cell("code", text) | {"metadata": {"jupyter": {"source_hidden": True}}}
     yield cell("code", "for question in QUESTIONS:\n    print(question.answer())", answers)
-    yield cell("markdown", "## Its check and its measurement\n\nWithout a GPU nothing is timed.")
+    yield cell("markdown", "## Check and measurement\n\nWithout a GPU, nothing is timed.")
     for _, text in checks:
         yield cell("code", re.sub(r'\n+if __name__ == "__main__":\n    main\(\)', "", text))
     output, where = printed().get(rung.number, ("", ""))

@@ -27,11 +27,11 @@ RECORDED, SIZES, CODE, PROBES, PRINTED = (
 )
 #: How the rungs time a call, `time_us` of `tutorials/_common.py`.
 PROTOCOL = (
-    "Protocol: each call is a CUDA graph, so the time of Python does not count. The L2 cache is overwritten before "
-    "each call. The time is the median of five rounds, in each of which the contenders run in a new order."
+    "Protocol: each call is a CUDA graph, so Python's time does not count. The L2 cache is overwritten before each "
+    "call. The time is the median of five rounds, and each round runs the kernels in a new order."
 )
 #: What a row without a rate has measured instead.
-HOST = "Host time is the opposite: what Python and C++ take until a call is queued, without a CUDA graph."
+HOST = "Host time is the time that Python and C++ take until a call is queued, without a CUDA graph."
 #: How the probes of `benchmarks/ladder.py` time a call, unless they use the protocol of the rungs.
 BURST = "Protocol: each call comes after a pause and finds its inputs in memory, not in the L2 cache."
 #: What is said of a rung that is newer than that.
@@ -44,7 +44,7 @@ LESSON = "**What it gained, and why.** "
 LOOKS = {
     5: [("groups", "Groups of different heights")],
     6: [("configs", "Each config")],
-    9: [("epilogues", "Each epilogue, beside products alone")],
+    9: [("epilogues", "Each epilogue, and the product alone")],
     10: [
         ("tiles", "Each tile, timed alone, after a pause"),
         ("alignment", "Rows that begin at multiples of 128, 64 and 16 bytes"),
@@ -55,9 +55,9 @@ COMMANDS = {
     3: [("roofline 4096 4096 128 4096 4096 512 4096 4096 4096 --dtype fp16 --device H100",
          "A product of 4096 x 4096 x K under the roofline of an H100.")],
     4: [("indices 100 70 40 --tile 64x64x32 --pid 3 --device H100",
-         "What the pointers of one program hold, and which elements its masks turn off.")],
+         "The pointers of one program, and the elements that its masks disable.")],
     5: [("order 8192 8192 4096 --tile 128x128x64 --device H100",
-         "Both orders on an H100: where each tile comes in time, and what is read from memory."),
+         "Both orders on an H100: the time of each tile, and the bytes read from memory."),
         ("order 8192 8192 4096 --tile 128x128x64 --device \"RTX 3090\"",
          "The same on a GPU with a tenth of the L2 cache and a fifth of the bandwidth.")],
 }  # fmt: skip
@@ -223,7 +223,7 @@ def _ratio(value: float | None) -> str:
 def gains(record: ladder.Record) -> str:
     """The table of a rung's gains: ratios of speed, above 1 where the rung is faster."""
     found = ladder.gains(record.rows)
-    beside = {"over the rung before": "over_before", "over torch": "over_torch", "over a copy": "over_copy"}
+    beside = {"over the previous rung": "over_before", "over torch": "over_torch", "over a copy": "over_copy"}
     shown = [
         name for name, field in beside.items() if any(getattr(gain, field) is not None for gain in found)
     ]
@@ -244,7 +244,7 @@ def others(record: ladder.Record) -> str:
     if not times:
         return ""
     shapes = list(dict.fromkeys(shape for found in times.values() for shape in found))
-    lines = [f"| measured besides, µs | {' | '.join(shapes)} |", "| --- |" + " ---: |" * len(shapes)]
+    lines = [f"| other kernels, µs | {' | '.join(shapes)} |", "| --- |" + " ---: |" * len(shapes)]
     for name, found in times.items():
         cells = " | ".join(f"{found[shape]:.1f}" if shape in found else "" for shape in shapes)
         lines.append(f"| {name} | {cells} |")
@@ -372,10 +372,10 @@ def compiled(number: int) -> str:
         )
     said = (
         f"Compiled for Hopper by Triton {data['triton']}; registers and instructions are those of a thread. The last "
-        "column counts a K step's instructions without moves and products. `LDGSTS` copies to shared memory, `UTMALDG` "
-        "asks the TMA unit, `LDG` loads into registers and `STS` writes them to shared memory, `LDL` and `STL` are "
-        "spilled registers. `benchmarks/ladder_code.py` makes this table without a GPU. `gemmery inspect` shows the "
-        "same for the library's kernels, with the instructions."
+        "column is the number of instructions of a K step, without moves and products. `LDGSTS` copies to shared "
+        "memory, `UTMALDG` is a request to the TMA unit, `LDG` loads into registers, `STS` writes registers to shared "
+        "memory, and `LDL` and `STL` access spilled registers. `benchmarks/ladder_code.py` generates this table "
+        "without a GPU. `gemmery inspect` shows the same for the library's kernels, with the instructions."
     )
     return "\n".join(lines) + f"\n\n{said}"
 
@@ -398,18 +398,18 @@ def page(rung: Rung, run: Recorded) -> str:
             "## Predict before you read on" if questions else "",
             _numbered([text for text, _ in questions]),
             _folded("Answers", _numbered([answer for _, answer in questions])) if questions else "",
-            "## What it gained",
+            "## Gain",
             *gained(rung, run),
             *looks(rung.number),
             rung.lesson,
             *output(rung),
-            "## What the compiler made of it" if table else "",
+            "## Compiled code" if table else "",
             table,
             "## The kernel",
             _code(rung.code("kernel")),
             "## Exercises" if rung.exercises else "",
             *(exercises(rung) if rung.exercises else ()),
-            "## Its check and its measurement",
+            "## Check and measurement",
             _code(rung.code("check")),
         )
         if part
@@ -421,10 +421,10 @@ def output(rung: Rung) -> Iterator[str]:
     name = f"{rung.path.stem}.ipynb"
     if found := printed().get(rung.number):
         text, where = found
-        yield _folded("What it printed", f"```text\n{text.strip()}\n```\n\n{where}.")
-        yield f'<a href="../notebooks/{name}" download>{name}</a> is this rung as a notebook, with this output.'
+        yield _folded("Output", f"```text\n{text.strip()}\n```\n\n{where}.")
+        yield f'<a href="../notebooks/{name}" download>{name}</a> contains this rung as a notebook, with this output.'
     else:
-        yield f'<a href="../notebooks/{name}" download>{name}</a> is this rung as a notebook, not run yet.'
+        yield f'<a href="../notebooks/{name}" download>{name}</a> contains this rung as a notebook, without output.'
 
 
 def _code(text: str) -> str:
@@ -440,8 +440,8 @@ def gained(rung: Rung, run: Recorded) -> tuple[str, ...]:
     where = run.line(rung.number)
     host = " " + HOST if any(gain.rate is None for gain in ladder.gains(record.rows)) else ""
     measured = (
-        f"Ratios compare speeds within this run: above 1, the rung is faster. {PROTOCOL}{host} The file itself "
-        f"measured this on {where}."
+        f"Ratios compare speeds within this run: above 1, the rung is faster. {PROTOCOL}{host} Measured by "
+        f"`tutorials/{rung.path.name}` on {where}."
     )
     return gains(record), others(record), measured
 
@@ -478,7 +478,7 @@ def over_sizes() -> str:
 
 
 def _overview_rows(run: Recorded) -> Iterator[str]:
-    yield "| rung | shape | time in its own run | over the rung before, same run | over torch, same run |"
+    yield "| rung | shape | time in its own run | over the previous rung, same run | over torch, same run |"
     yield "| --- | --- | ---: | ---: | ---: |"
     for rung in rungs():
         name = f"[{rung.number} · {rung.title}]({place(rung)})"

@@ -142,7 +142,7 @@ class Device:
         achieved: the fraction of the peak rate that a long 16-bit product reaches.
         l2_bandwidth_per_sm: bytes per second that one multiprocessor reads from L2; 0 if it was not measured.
         delays: times that do not depend on the size.
-        note: a further expectation about predictions for it, in a sentence.
+        note: an additional note about predictions for this GPU, in a sentence.
     """
 
     name: str

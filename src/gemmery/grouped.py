@@ -399,7 +399,7 @@ def _check_indices(op: str, name: str, value: Any, x: Tensor, rows: int | None) 
         wanted = "one dimension" if rows is None else f"the shape ({rows},), a number for each row"
         raise ValueError(f"{op}: {name} is {tuple(value.shape)}; it must have {wanted}")
     if value.dtype != torch.int32:
-        how = "; cumsum takes dtype=torch.int32" if name == "offs" else ""
+        how = "; use offs.int(), or cumsum with dtype=torch.int32" if name == "offs" else ""
         raise TypeError(f"{op}: {name} is {value.dtype}; it must be torch.int32{how}")
     if value.device != x.device:
         raise ValueError(f"{op}: {name} is on {value.device} and {operand_names(op)[0]} on {x.device}")
@@ -421,7 +421,7 @@ def _groups(op: str, x: Tensor, offs: Any, axis: Axis, most: int, count: int | N
         wanted = (
             "one dimension"
             if count is None
-            else f"the shape ({count},), an end for each group, with no 0 before"
+            else f"the shape ({count},), the end of each group, without a leading 0"
         )
         raise ValueError(f"{op}: offs is {tuple(offs.shape)}; it must have {wanted}")
     _check_indices(op, "offs", offs, x, None)

@@ -332,7 +332,7 @@ def batch_invariant(enabled: bool = True) -> Iterator[None]:
     NotImplementedError. Products of integers are exact, and remain torch's.
 
     Args:
-        enabled: False suspends an outer context, for operations that it refuses or that need not be invariant.
+        enabled: False suspends an outer context, for operations that it does not support or that need not be invariant.
 
     Raises:
         RuntimeError: a function under torch.compile enters the context.

@@ -59,14 +59,14 @@ def lora_linear(
 ) -> Tensor:
     """`x @ weight.T + bias + scale * (x @ a.T) @ b.T`: a linear layer with a LoRA adapter, in three products.
 
-    Low-rank adaptation is by Hu et al., "LoRA", 2021; over a weight of four bits it is QLoRA (Dettmers et al., 2023).
-    The adapter's part is added in the epilogue of the large product, before that is rounded, and the backward pass adds
-    the two gradients of x alike. The forward pass multiplies a packed weight without unpacking it. In the backward
-    pass, one kernel unpacks it, and the copy is freed after the product. Kept for the backward pass are x, or `lora_x`,
-    and `x @ a.T`.
+    Low-rank adaptation: Hu et al., "LoRA", 2021. With a 4-bit weight, this is QLoRA (Dettmers et al., 2023). The
+    adapter's part is added in the epilogue of the large product, before rounding. The backward pass adds the two
+    gradients of x in the same way. The forward pass multiplies a packed weight without unpacking it. In the backward
+    pass, one kernel unpacks it, and the copy is freed after the product. The backward pass needs x, or `lora_x`, and
+    `x @ a.T`, which are kept.
 
-    There are gradients of x, a, b, bias and `lora_x`. The weight is frozen; a dense one that requires a gradient gets
-    it, by separate products.
+    x, a, b, bias and `lora_x` receive gradients. The weight is usually frozen; a dense weight that requires a gradient
+    receives one, from separate products.
 
     Args:
         x: (..., K) in float16, bfloat16, float32 or float64, any strides.
@@ -76,7 +76,7 @@ def lora_linear(
         b: (N, r), as a; `lora_B.weight` in peft.
         bias: (N,), as a.
         scale: a number, such as `lora_alpha / r`.
-        lora_x: what a multiplies in place of x, of its shape and type: x behind a dropout.
+        lora_x: the tensor that a multiplies instead of x, of the same shape and type, such as x after a dropout.
         precision: how float32 is multiplied, see `gemmery.matmul`.
         batch_invariant: see `gemmery.matmul`; of the forward pass.
 
@@ -85,8 +85,8 @@ def lora_linear(
 
     Raises:
         ValueError: shapes or devices do not fit, or a tensor is a DTensor.
-        TypeError: a type is not supported, or two do not go together.
-        NotImplementedError: a gradient of a gradient is asked for, or one in forward mode.
+        TypeError: a type is not supported, or two types do not match.
+        NotImplementedError: a second derivative or a forward-mode derivative is required.
 
     Example:
         >>> import torch, gemmery

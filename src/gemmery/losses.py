@@ -63,7 +63,7 @@ def linear_cross_entropy(
         softcap: use `softcap * tanh(logits / softcap)` in place of the logits, as in Gemma 2.
         z_loss: add `z_loss * logsumexp(logits) ** 2` to each loss, as in PaLM; with "mean", its mean over the targets
             that are not ignored.
-        chunk_size: the most classes whose logits' gradient is in memory at a time; chosen by default.
+        chunk_size: the maximum number of classes whose logit gradients are in memory at a time; chosen by default.
         precision: how float32 is multiplied, see `gemmery.matmul`.
 
     Returns:

@@ -136,7 +136,7 @@ class Problem:
 
     @property
     def ragged(self) -> str:
-        """What groups a comes in, of which only the GPU knows where they end; see `Spec.ragged`."""
+        """The kind of groups that a has, whose ends only the GPU knows; see `Spec.ragged`."""
         return self.a.ragged
 
     @property
@@ -150,7 +150,7 @@ class Problem:
         return self.ragged == "k" or self.by_blocks is not None
 
     def tile_rows(self, block_m: int) -> int:
-        """The rows of tiles of so many rows, in all matrices; of groups of rows the most that there can be."""
+        """The number of rows of tiles of this height, in all matrices; for groups of rows, the largest possible one."""
         if self.ragged != "rows":
             return self.matrices * -(-self.M // block_m)
         # Each group may have a tile that is not full, and so may the rows behind the last one.
@@ -161,8 +161,8 @@ class Problem:
     def predicted(self) -> Problem:
         """The product whose time is predicted in place of this one's: where groups are ragged, that of equal ones.
 
-        As many groups have rows as if these were dealt out at random. With a block-sparse operand, it is the product of
-        lines with as many blocks as there are on average.
+        Its number of nonempty groups is that of a random assignment of rows to groups. With a block-sparse operand, it
+        is the product of lines with as many blocks as there are on average.
         """
         if (sparse := self.by_blocks) is not None:
             return replace(self, K=sparse.mean_k)
@@ -181,7 +181,7 @@ class Problem:
 
     @property
     def takes_numbers(self) -> bool:
-        """Whether a launch is given numbers with every call; others are for calls where alpha and beta are 1."""
+        """Whether every launch receives alpha and beta; otherwise, both are 1."""
         own = 0 if self.fusion is None else self.fusion.numbers
         return self.epilogue in ("scale", "add_matrix") or own + self.a.numbers + self.b.numbers > 0
 
@@ -289,12 +289,12 @@ class Config:
 
     @property
     def tail_m(self) -> int:
-        """Parts of a cut tile along M."""
+        """Parts of a split tile along M."""
         return 2 if self.tail == 8 else 1
 
     @property
     def tail_n(self) -> int:
-        """Parts of a cut tile along N."""
+        """Parts of a split tile along N."""
         return min(self.tail, 4)
 
     @property

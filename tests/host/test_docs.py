@@ -409,7 +409,7 @@ def test_a_rung_that_was_not_measured_says_so():
     (*_, last) = rungs.rungs()
     run = rungs.recorded()
     without = rungs.Recorded(run.header, {n: x for n, x in run.records.items() if n != last.number})
-    assert f"## What it gained\n\n{rungs.MISSING}." in rungs.page(last, without)
+    assert f"## Gain\n\n{rungs.MISSING}." in rungs.page(last, without)
     assert f"({rungs.place(last)}) | {rungs.MISSING.lower()} |" in rungs.overview(without)
     assert f"({rungs.place(last)})" in rungs.overview(run)
 

@@ -337,10 +337,15 @@ def in_place(acc, r):
         (lambda acc: acc.t(), "uses aten.permute", None),
         (lambda acc: acc[:, :7], "takes a slice that is not a half", None),
         (lambda acc: acc[:3], "takes a slice that is not a half", None),
+        (lambda acc: acc[:, 1:], "takes a part of a dimension that is not a half", None),
+        (lambda acc: acc.chunk(3, -1)[0], "takes a part of a dimension that is not a half", None),
+        (lambda acc: acc.topk(2).values, "uses aten.topk", None),
+        (lambda acc: acc * 1j, "makes a tensor of torch.complex64", None),
+        (print, "can't be printed", None),
         (lambda acc: acc.reshape(-1), "depends on the sizes of the product", None),
         (lambda acc: acc @ acc.mT, "uses aten.permute", None),
         (lambda acc: "product", "returns something that is not a tensor", None),
-        (lambda acc: acc.to(torch.complex64), "casts to torch.complex64", None),
+        (lambda acc: acc.to(torch.complex64), "makes a tensor of torch.complex64", None),
         (lambda acc: acc.nonzero(), "aten.nonzero", None),
         (lambda acc: torch.rand_like(acc) * acc, "draws random numbers .*gemmery.epilogues.dropout", None),
         (lambda acc: acc * acc.shape[0], "depends on the sizes of the product", None),
@@ -393,7 +398,7 @@ def test_torchs_random_numbers_are_refused_by_name(function):
 
 PLACES = torch.arange(40)
 ROW, WIDE_ROW = torch.randn(40), torch.randn(257)
-HINT = "write a half as x.shape"
+HINT = "a half as x.shape"
 
 
 @pytest.mark.parametrize(

@@ -512,7 +512,7 @@ def test_swapped_and_undone(name, fused):
     again = gemmery.nn.swap(model, precision="torch")
     assert (
         dict(again.left)[next(n for n, x in model.named_modules() if x is after[0])]
-        == "it is gemmery's already"
+        == "already a gemmery module"
     )
     report.undo()
     assert [id(x) for x in experts_of(model)] == [id(x) for x in before]

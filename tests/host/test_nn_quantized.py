@@ -293,7 +293,7 @@ def test_quantize_inside_a_fused_block():
         quantised = model(ids).logits
         gemmery.nn.swap(model, precision="torch")
         report = gemmery.nn.swap(model, precision="torch")
-        assert sum(why == "it is gemmery's already" for _, why in report.left) >= 7
+        assert sum(why == "already a gemmery module" for _, why in report.left) >= 7
         torch.testing.assert_close(model(ids).logits, quantised, rtol=0.05, atol=0.05)
     torch.testing.assert_close(quantised, before, rtol=0.1, atol=0.1)
 
@@ -366,7 +366,7 @@ def test_swap_and_quantize_compose(name, format, monkeypatch):
         assert logits(made).equal(found[-1])
         assert logits(pickle.loads(pickle.dumps(made))).equal(found[-1])
         again = gemmery.nn.swap(made)
-        assert ("model.layers.0.mlp", "it is gemmery's already") in again.left
+        assert ("model.layers.0.mlp", "already a gemmery module") in again.left
         for report in reversed(reports):
             report.undo()
         assert type(made.model.layers[0].mlp) is type(model.model.layers[0].mlp)

@@ -241,7 +241,7 @@ def test_blocks_and_what_is_left():
     gate, up = (x @ block.gate_up.sparse.dense().T).chunk(2, -1)
     want = (F.silu(gate) * up) @ block.down.sparse.dense().T
     torch.testing.assert_close(block(x), want, rtol=5e-2, atol=2e-2)
-    assert dict(gemmery.nn.swap(model, precision="torch").left)["mlp.down"] == "it is gemmery's already"
+    assert dict(gemmery.nn.swap(model, precision="torch").left)["mlp.down"] == "already a gemmery module"
 
 
 def test_loading_into_a_model_on_meta(tmp_path):
@@ -492,7 +492,7 @@ def test_from_linear_and_to_inference():
     assert model["a"] is layer
     left = gemmery.nn.quantize(nn.Sequential(layer), "int8").left
     assert left == [("0", "it is a gemmery.nn.sparse.SparseLinear, not torch's own Linear")]
-    assert gemmery.nn.swap(nn.Sequential(layer)).left == [("0", "it is gemmery's already")]
+    assert gemmery.nn.swap(nn.Sequential(layer)).left == [("0", "already a gemmery module")]
 
 
 def test_errors_of_the_layer():

@@ -406,8 +406,8 @@ def test_a_second_swap_finds_nothing():
     gemmery.nn.swap(model, precision="torch")
     again = gemmery.nn.swap(model, precision="tf32")
     assert len(again) == 0
-    assert {why for _, why in again.left} == {"it is gemmery's already"}
-    assert ("bert.encoder.layer.0.intermediate", "it is gemmery's already") in again.left
+    assert {why for _, why in again.left} == {"already a gemmery module"}
+    assert ("bert.encoder.layer.0.intermediate", "already a gemmery module") in again.left
 
 
 # ---------------------------------------------------------------------------------------------------------------------

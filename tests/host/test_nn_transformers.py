@@ -378,7 +378,7 @@ def test_sizes_that_transformers_plans_with(stored):
 @pytest.mark.parametrize(("arguments", "error", "words"), [
     ({"format": "int3"}, ValueError, "GemmeryConfig: format is 'int3'; it must be one of int8, int4"),
     ({"format": 4}, TypeError, "GemmeryConfig: format is a int"),
-    ({"group_size": 48}, ValueError, "group_size is 48; with int4 it must be 0 or 16"),
+    ({"group_size": 48}, ValueError, "group_size is 48; with int4 it must be one of 0, 16"),
     ({"group_size": "64"}, TypeError, "group_size is '64'; it must be an int or None"),
     ({"format": "nf4", "symmetric": False}, ValueError, "symmetric=False is for int8 and int4"),
     ({"symmetric": 1}, TypeError, "symmetric is 1; it must be True or False"),

@@ -416,7 +416,7 @@ def test_errors_of_quantize():
     for arguments, text in (
         (
             {"format": "int4", "group_size": 16},
-            "group_size is 16; with int4 and a sparse weight it must be 0 or 32",
+            "group_size is 16; with int4 and a sparse weight it must be one of 0, 32",
         ),
         ({"format": "int4", "group_size": 48}, "group_size is 48; with int4"),
         (

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn import functional as F
 
 import gemmery
 from gemmery import Config, epilogues
@@ -140,6 +141,8 @@ WHOLE = {
     "log_softmax": lambda acc: acc.log_softmax(-1),
     "rms_norm": rms_norm,
     "layer_norm": layer_norm,
+    "torch's rms_norm": lambda acc, gain: F.rms_norm(acc, acc.shape[-1:], gain, 1e-5),
+    "torch's layer_norm": lambda acc, gain: F.layer_norm(acc, acc.shape[-1:], gain, gain - 1),
     "returned as well": lambda acc: (acc / acc.abs().amax(-1, keepdim=True), acc.abs().amax(-1)),
     "gated": centred_gate,
     "rounded": lambda acc: acc - acc.logsumexp(-1, keepdim=True).to(torch.float16),
@@ -156,15 +159,17 @@ WHOLE = {
 )
 def test_reduced_rows_may_be_used_again_in_a_tile_as_wide_as_the_product(name, dtype, columns):
     a, b = operands(dtype, 37, columns)
-    args = (torch.rand(columns) + 0.5,) if name == "rms_norm" else ()
+    args = (
+        (torch.rand(columns) + 0.5,) if name in ("rms_norm", "torch's rms_norm", "torch's layer_norm") else ()
+    )
     types = [dtype, torch.float64 if dtype == torch.float64 else torch.float32]
     check(WHOLE[name], a, b, args, types if name == "returned as well" else [dtype])
 
 
-@pytest.mark.parametrize("name", ["softmax", "rms_norm", "gated"])
+@pytest.mark.parametrize("name", ["softmax", "rms_norm", "torch's layer_norm", "gated"])
 def test_their_gradients(name):
     a, b = (x.double() for x in operands(torch.float64, 7, 12))
-    args = (torch.rand(12, dtype=torch.float64) + 0.5,) if name == "rms_norm" else ()
+    args = (torch.rand(12, dtype=torch.float64) + 0.5,) if "_norm" in name else ()
     x = a.clone().requires_grad_()
     assert torch.autograd.gradcheck(
         lambda x: gemmery.matmul(x, b, epilogue=WHOLE[name], args=args), (x,), fast_mode=True
@@ -185,7 +190,7 @@ def test_wide_rows_are_refused():
     a, b = operands(torch.bfloat16, 5, 300)
     with pytest.raises(epilogues.Untraceable, match="a row of more than 256 columns"):
         gemmery.matmul(a, b, epilogue=WHOLE["rms_norm"], args=(torch.ones(300),))
-    with pytest.raises(ValueError, match="no tile is as wide as 256 columns"):
+    with pytest.raises(ValueError, match=r"no tile is as wide as 256 columns.*the widest has 64"):
         gemmery.matmul(a, b[:, :256], epilogue=WHOLE["softmax"])
     with pytest.raises(ValueError, match="batch_invariant=True"):
         gemmery.matmul(a, b[:, :32], epilogue=WHOLE["softmax"], batch_invariant=True)

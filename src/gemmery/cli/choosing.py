@@ -64,7 +64,7 @@ def explain(
     memory      each distinct byte once, at the memory bandwidth
     overhead    launch, start of the pipeline, epilogues and stores
     reduction   adding the partial sums of tiles that are split along K
-    correction  what measured times of similar products add or subtract
+    correction  the correction by measured times of similar products
     waves       tiles on the busiest multiprocessor
     measured    a timing of this machine, see gemmery tune
 

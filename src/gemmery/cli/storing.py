@@ -26,7 +26,11 @@ def store_show(json: JsonFile = None) -> None:
 
 @store_app.command("export")
 def store_export(
-    file: Annotated[Path, typer.Argument(metavar="FILE", dir_okay=False, callback=place_for_json)],
+    file: Annotated[
+        Path, typer.Argument(
+            metavar="FILE", help="The JSON file to write.", dir_okay=False, callback=place_for_json,
+        )
+    ],
     from_log: Annotated[
         Path | None, typer.Option(
             metavar="LOG",
@@ -48,7 +52,12 @@ def store_export(
 
 @store_app.command("import")
 def store_import(
-    file: Annotated[Path, typer.Argument(metavar="FILE", dir_okay=False, exists=True)],
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE", dir_okay=False, exists=True, help="A JSON file of gemmery store export."
+        ),
+    ],
 ) -> None:
     """Import the timings of a JSON file, except those that were measured later on this machine."""
     from ..lab.timings import take

@@ -15,29 +15,29 @@ __all__ = ["Offer", "choices", "disable", "enable", "is_enabled"]
 
 
 def enable() -> AbstractContextManager[object]:
-    """Offer gemmery to torch.compile's max-autotune, for what is compiled from now on.
+    """Offer gemmery to torch.compile's max-autotune, for all code that is compiled from now on.
 
-    With torch 2.13 and newer, this concerns what is compiled in this thread, as do torch's own settings; with older
-    versions, in all threads.
+    With torch 2.13 and newer, this applies to the current thread, as torch's own settings do, and with older versions
+    to all threads.
 
-    Inductor then measures `gemmery.matmul`, `addmm` or `bmm` beside its other choices for `mm`, `addmm` and `bmm` of
-    float16 and bfloat16 matrices on a GPU, forward and backward, and calls it where it is the fastest by over 2
+    Inductor then measures `gemmery.matmul`, `addmm` or `bmm` along with its other choices for `mm`, `addmm` and `bmm`
+    of float16 and bfloat16 matrices on a GPU, forward and backward, and calls gemmery where it is the fastest by over 2
     percent. Its log of the measurement lists gemmery as `gemmery_mm`, `gemmery_addmm` or `gemmery_bmm`, and
     `gemmery.compile.choices` returns the times.
 
-    Not offered are products with dynamic sizes or without elements, and graphs with a C++ wrapper. Also required are
-    `max_autotune` or `max_autotune_gemm` (the modes that begin with "max-autotune" set both), ATen among
+    gemmery is not offered for products with dynamic sizes or without elements, or in graphs with a C++ wrapper. Also
+    required are `max_autotune` or `max_autotune_gemm` (the modes that begin with "max-autotune" set both), ATen among
     `max_autotune_gemm_backends`, which is the default, and a measurement in the process itself
     (`autotune_in_subproc=False`, the default). A function that was compiled before does not change:
-    `torch.compiler.reset()` has it compiled again.
+    `torch.compiler.reset()` makes torch compile it again.
 
-    Compiled code that is cached knows whether gemmery was enabled, and which version: the setting is a part of
+    The cache keys of compiled code include whether gemmery was enabled, and its version, through
     `torch.compiler.config.cache_key_tag`.
 
     Returns:
-        A context manager, which need not be entered. At the end of a `with` statement, gemmery is disabled again,
-        unless it was enabled before. A function is compiled in its first call, and its gradient in the first backward
-        pass, so these must be in the statement.
+        A context manager, which does not have to be entered. At the end of a `with` statement, gemmery is disabled
+        again, unless it was enabled before. A function is compiled in its first call, and its gradient in the first
+        backward pass, so these must be in the statement.
 
     Example:
         >>> import gemmery.compile
@@ -59,7 +59,10 @@ def enable() -> AbstractContextManager[object]:
 
 
 def disable() -> None:
-    """Offer gemmery no longer in this thread; compiled code stays as it is. Without effect if it is not enabled."""
+    """Stop offering gemmery in this thread.
+
+    Compiled code does not change. This has no effect if gemmery is not enabled.
+    """
     set_tag(False)
 
 

@@ -25,8 +25,8 @@ class Offer:
         times: what Inductor measured, in seconds, by the name of the choice; infinite where one failed. Empty if it did
             not measure, because there was a single choice.
         count: how many products of this kind were compiled.
-        used: how many of them call gemmery. If it is the fastest and still not used, it is so by less than the margin,
-            or a Triton template with the operators behind the product was faster than gemmery and a further kernel.
+        used: how many of them call gemmery. If gemmery is the fastest and is not called, the difference is less than
+            the margin, or a Triton template with fused operators was faster than gemmery followed by a separate kernel.
         again: the times of torch's kernels, measured in turn with gemmery's; empty if Inductor's cache had the times.
     """
 
@@ -63,7 +63,7 @@ def offered(op: str, shape: Sequence[int], dtype: torch.dtype, strides: Sequence
 def choices() -> list[Offer]:
     """The products for which Inductor could choose gemmery in this process, with the times of all choices.
 
-    Code from Inductor's cache was chosen by another process, and does not appear.
+    Code from Inductor's cache was chosen earlier and does not appear.
 
     Example:
         >>> import gemmery.compile

@@ -71,7 +71,7 @@ def all_gather_matmul(
         The results of `gemmery.matmul` for the shards of all ranks, one behind the other along `gather_dim`.
 
     Raises:
-        ValueError, TypeError: as for `gemmery.matmul`. The other ranks then wait in vain.
+        ValueError, TypeError: as for `gemmery.matmul`. The other ranks then wait until the timeout.
         RuntimeError: there is no process group; or a rank did not arrive at an earlier product, see `set_timeout`.
 
     Example:

@@ -61,7 +61,7 @@ def matmul_all_reduce(
 
     With few rows it is one kernel. Each rank stores the partial sums of its tiles, in float32, into the memory of the
     others, and adds up those of all ranks in the order of the ranks: the result is rounded once and has the same bits
-    on every rank. The epilogue sees the sum. From 1024 rows on, each rank computes the sum of its own rows, as
+    on every rank. The epilogue receives the sum. From 1024 rows on, each rank computes the sum of its own rows, as
     `matmul_reduce_scatter` does, and all ranks copy the results, unless `batch_invariant` is set.
 
     Both require 2 to 8 GPUs of one host that can access each other's memory. The one kernel computes products of at
@@ -73,7 +73,7 @@ def matmul_all_reduce(
     a larger product than before, allocate memory and wait for all ranks: make such a call before a CUDA graph is
     captured. Products of one group must not run in two streams at the same time.
 
-    The gradients of `a` and `b` are those of the rank's own columns, since all ranks continue with the same result.
+    The gradients of `a` and `b` are those of the rank's own columns, because all ranks receive the same result.
 
     Args:
         a: (..., M, K), of the rank.
@@ -85,7 +85,7 @@ def matmul_all_reduce(
         The results of `gemmery.matmul` for the operands of all ranks, side by side along K.
 
     Raises:
-        ValueError, TypeError: as for `gemmery.matmul`. The other ranks then wait in vain.
+        ValueError, TypeError: as for `gemmery.matmul`. The other ranks then wait until the timeout.
         RuntimeError: there is no process group; or a rank did not arrive at an earlier product, see `set_timeout`.
 
     Example:

@@ -63,13 +63,13 @@ def matmul_reduce_scatter(
 
     Each rank computes the rows of the other ranks first. Copy engines send them to their ranks, in the type of `a`,
     while the next rows are computed. The rank's own rows come last. Their kernel adds the partial sums of the other
-    ranks in float32, and the epilogue sees the sum. This requires 2 to 8 GPUs of one host that can access each other's
-    memory, and at most 1 GiB of partial sums. In all other cases, and under torch.compile, which breaks its graph
-    there, the call is a product, a reduce-scatter of float32, and the epilogue in torch.
+    ranks in float32, and the epilogue receives the sum. This requires 2 to 8 GPUs of one host that can access each
+    other's memory, and at most 1 GiB of partial sums. In all other cases, and under torch.compile, which breaks its
+    graph there, the call is a product, a reduce-scatter of float32, and the epilogue in torch.
 
     The rules for calls are those of `all_gather_matmul`. The gradients of `a` and `b` are those of the rank's own
-    columns. An epilogue that draws random numbers draws them by the place in the rank's own rows; give each rank
-    another seed.
+    columns. Random numbers of an epilogue depend on the position in the rank's own rows, so give each rank a different
+    seed.
 
     Args:
         a: (..., M, ..., K), of the rank.

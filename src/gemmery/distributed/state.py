@@ -12,10 +12,10 @@ from ..formats.weight import PackedWeight
 
 
 def flat_state_dict(model: nn.Module) -> dict[str, Any]:
-    """A model's state dict with the tensors of its packed weights, and texts about these, in place of the weights.
+    """A model's state dict, in which the tensors of packed weights, and texts that describe them, replace the weights.
 
-    The tensors are the model's own, so that `torch.distributed.checkpoint.load` reads into the model. Sharded weights
-    stay sharded in it, and can be read into other numbers of ranks.
+    The tensors are the model's own, so `torch.distributed.checkpoint.load` loads into the model. Sharded weights stay
+    sharded, and can be loaded with another number of ranks.
 
     Example:
         >>> import torch, gemmery.nn

@@ -32,7 +32,7 @@ OF_EXPERTS = {
 
 
 class ColwiseParallel(torch_styles.ColwiseParallel):
-    """torch's ColwiseParallel, which also takes a `QuantizedLinear` and a `PrunedLinear`.
+    """torch's ColwiseParallel, which also supports `QuantizedLinear` and `PrunedLinear`.
 
     Args:
         input_layouts, output_layouts, use_local_output: as torch's.
@@ -76,7 +76,7 @@ class ColwiseParallel(torch_styles.ColwiseParallel):
 
 
 class RowwiseParallel(torch_styles.RowwiseParallel):
-    """torch's RowwiseParallel, which also takes a `QuantizedLinear` and a `PrunedLinear`.
+    """torch's RowwiseParallel, which also supports `QuantizedLinear` and `PrunedLinear`.
 
     Args:
         input_layouts, output_layouts, use_local_output: as torch's.
@@ -132,12 +132,13 @@ class _ModuleParallel(ParallelStyle):
 
 
 class FeedForwardParallel(_ModuleParallel):
-    """A whole feed-forward block, sharded column by column before its activation and row by row behind it.
+    """A whole feed-forward block: its first layers are column-parallel and its last layer is row-parallel.
 
     If torch's styles are applied to the layers of a block, each layer has its own hooks, so the block's activation
     cannot be part of a product. Here the hooks belong to the block, and it stays fused.
 
-    It takes a `gemmery.nn.MLP`, a `GatedMLP` with `stacked=False` and the `FusedGatedMLP` that `gemmery.nn.swap` makes.
+    It supports `gemmery.nn.MLP`, `GatedMLP` with `stacked=False`, and the `FusedGatedMLP` that `gemmery.nn.swap`
+    creates.
 
     Args:
         input_layouts: of a plain input tensor; `Replicate()` by default, `Shard(1)` for a sequence that is sharded.
@@ -168,15 +169,16 @@ class FeedForwardParallel(_ModuleParallel):
 
 
 class ExpertParallel(_ModuleParallel):
-    """Experts that are spread over ranks: each rank holds a range of them.
+    """Experts that are sharded over ranks.
 
-    Each rank computes the sums over its own experts for all tokens, and the ranks' sums are added. It takes a
-    `gemmery.nn.Experts`, with dense, quantised or sparse weights, and the `FusedExperts` that `gemmery.nn.swap` makes.
-    Ids of experts are those of the whole module, and ranks may hold different numbers of experts.
+    Each rank holds a range of the experts and computes the sums over them for all tokens. The sums of all ranks are
+    then added. It supports `gemmery.nn.Experts`, with dense, quantized or sparse weights, and the `FusedExperts` that
+    `gemmery.nn.swap` creates. Ids of experts are those of the whole module, and ranks may hold different numbers of
+    experts.
 
     Args:
-        input_layouts: of plain tensors among the tokens, their choices and the weights of the router; `Replicate()` by
-            default, `Shard(0)` or `Shard(1)` where each rank has a part of the tokens, which it then gathers.
+        input_layouts: of plain tensors among the tokens, their ids and the router weights: `Replicate()` by default;
+            `Shard(0)` or `Shard(1)` if each rank has a part of the tokens, which are then gathered.
         output_layouts: of the result; `Replicate()` by default, by an all-reduce. With `Shard(0)` or `Shard(1)` it is a
             reduce-scatter.
         use_local_output: whether the result is a plain tensor.

@@ -18,9 +18,10 @@ W = TypeVar("W", bound=PackedWeight)
 def distribute_weight(
     weight: W, device_mesh: DeviceMesh, placements: Sequence[Placement], *, src_data_rank: int | None = 0
 ) -> W:
-    """A packed weight whose tensors are spread over ranks, as torch's `distribute_tensor` does it for plain tensors.
+    """Shard a packed weight over ranks, as torch's `distribute_tensor` shards a plain tensor.
 
-    It is a weight of the same shape, whose words, scales and so on are DTensors. Products with x as a DTensor take it.
+    The result is a weight of the same shape, whose words, scales and other parts are DTensors. Products with a DTensor
+    as x accept it.
 
     Args:
         weight: a `QuantizedTensor` or a `SparseTensor`, (*batch, N, K), whole on each rank.
@@ -29,11 +30,12 @@ def distribute_weight(
             batch dimension, or `Replicate()`. Each part has a multiple of 16 rows, or of the columns of a block of
             words and of a group; of a sparse weight of 32 rows, or of 64 columns and a group; see
             `QuantizedTensor.shard`.
-        src_data_rank: the rank whose weight is taken; None for each rank's own.
+        src_data_rank: the rank whose weight is used; None for each rank's own weight.
 
     Raises:
         TypeError: `weight` is not a packed weight.
-        ValueError: the weight cannot be cut there; or its columns are permuted (act-order) and would be cut.
+        ValueError: the weight can't be split at these positions, or the split is along columns that are permuted
+            (act-order).
 
     Example:
         >>> import torch, gemmery
@@ -72,7 +74,7 @@ def distribute_weight(
 
 
 def full_weight(weight: W) -> W:
-    """The whole weight, on each rank, of one that `distribute_weight` made; any other weight is returned as it is."""
+    """Gather a weight that `distribute_weight` has sharded, on each rank. Any other weight is returned unchanged."""
     parts = weight.parts()
     if not any(isinstance(x, DTensor) for x in parts.values()):
         return weight

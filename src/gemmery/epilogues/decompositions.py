@@ -74,10 +74,22 @@ def _log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
     return (below - torch.log(torch.exp(below).sum(dim, keepdim=True))).to(x.dtype)
 
 
+def _layer_norm(x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float) -> Any:
+    if len(shape) != 1:
+        return NotImplemented
+    wide = x if x.dtype in _WIDE else x.float()
+    mean = wide.mean(-1, keepdim=True)
+    off = wide - mean
+    factor = torch.rsqrt((off * off).mean(-1, keepdim=True) + eps)
+    normed = off * factor if weight is None else off * factor * weight
+    return (normed if bias is None else normed + bias).to(x.dtype), mean, factor
+
+
 #: Of any type.
-_OWN: dict[Any, Callable[..., Tensor]] = {
+_OWN: dict[Any, Callable[..., Any]] = {
     aten._softmax.default: _softmax,
     aten._log_softmax.default: _log_softmax,
+    aten.native_layer_norm.default: _layer_norm,
 }
 #: Of types whose arithmetic torch does not widen.
 _QUICK: dict[Any, Callable[..., Tensor]] = {

@@ -55,7 +55,7 @@ class Epilogue(Generic[P, R]):
 
     @property
     def captured(self) -> Captured:
-        """The function with the values that it takes from outside now."""
+        """The function with the current values of its closure and its globals."""
         known = self._captured
         if known is None or not known.is_unchanged():
             known = self._captured = capture(self.__gemmery_epilogue__)

@@ -213,7 +213,9 @@ def dropout(acc: Tensor, p: Number, seed: int | Tensor) -> Tensor:
 
 
 def compose(*functions: Callable[..., Any]) -> Callable[..., Any]:
-    """One epilogue from several. The first receives the product, and each other one the result of the one before.
+    """One epilogue from several.
+
+    The first function receives the product, and each following one the result of the previous function.
 
     `args` are distributed in order: each function receives as many as it has positional parameters, without a default,
     after the first.

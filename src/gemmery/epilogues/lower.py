@@ -290,6 +290,7 @@ class _Lowering:
             return self._device(node)
         if space != "aten":
             raise self.fail(node, f"uses {node.target}")
+        self._check_results(node)
         if operator_name in REDUCTIONS:
             return self._reduction(node, operator_name)
         given = [self.values[x] for x in node.all_input_nodes]
@@ -317,6 +318,16 @@ class _Lowering:
         if operator_name in VIEWS:
             return self._view(node)
         raise self.fail(node, f"uses {node.target}")
+
+    def _check_results(self, node: fx.Node) -> None:
+        """Raises Untraceable for an unknown operator with several results, or one with a result of an unknown type."""
+        if "val" not in node.meta:
+            if not str(node.target).startswith("aten.split"):
+                raise self.fail(node, f"uses {node.target}")
+        elif node.meta["val"].dtype not in TYPES:
+            raise self.fail(
+                node, f"makes a tensor of {node.meta['val'].dtype}, which no kernel computes with"
+            )
 
     def _apply(
         self, node: fx.Node, template: str, inputs: Sequence[Any], kind: torch.dtype | None = None
@@ -488,8 +499,6 @@ class _Lowering:
     def _cast(self, node: fx.Node) -> Value:
         x: Value = self._inputs(node)[0]
         dtype = node.meta["val"].dtype
-        if dtype not in TYPES:
-            raise self.fail(node, f"casts to {dtype}")
         if x.reduced is not None:
             return replace(x, dtype=dtype, reduced=replace(x.reduced, casts=(*x.reduced.casts, dtype)))
         names = tuple(self.emit(self._cast_to(name, x.dtype, dtype)) for name in x.names)
@@ -563,8 +572,6 @@ class _Lowering:
         if isinstance(number, fx.Node):
             return self._of_kind(self.values[number], node.meta["val"].dtype)
         dtype = node.meta["val"].dtype
-        if dtype not in TYPES:
-            raise self.fail(node, f"makes a tensor of {dtype}")
         if not dtype.is_floating_point:
             return Value((self.emit(self.constant(number, dtype)),), dtype)
         return Value(

@@ -28,7 +28,7 @@ _INDEXING = {
 
 
 class Untraceable(ValueError):
-    """A function that cannot be made part of a kernel; says which operation, where, and what can be."""
+    """The error of a function that can't be part of a kernel. The message names the operation and its line."""
 
 
 class MetaProxy(Tensor):
@@ -49,7 +49,10 @@ class MetaProxy(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        raise Untraceable(f"{func} is called on a tensor of an epilogue that has been traced")
+        raise Untraceable(
+            f"{func} is called on a tensor of its trace, which has no data; such a tensor can't be printed, and can't "
+            "be used after the call"
+        )
 
 
 def _elementwise(func: Any, args: Any, kwargs: Any) -> Any:
@@ -81,6 +84,18 @@ def _picks_by_number(func: Any, args: Any) -> bool:
     return func is torch.ops.aten.index.Tensor and not any(
         isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8) for x in args[1]
     )
+
+
+def _plain(func: Any) -> Any:
+    """The operator that returns what `func` writes to its first argument, or None if it writes nothing.
+
+    The user's function is functionalized, but some operators of torch, such as rms_norm, write to tensors of their own
+    below that. `copy_` stays: functionalization ends with it, where the function writes to one of its arguments.
+    """
+    name = func._schema.name.split("::")[1]
+    if not name.endswith("_") or name.startswith("_") or name == "copy_" or not func._schema.is_mutable:
+        return None
+    return getattr(getattr(torch.ops.aten, name[:-1], None), func._overloadname, None)
 
 
 class Recorder(TorchDispatchMode):
@@ -132,6 +147,11 @@ class Recorder(TorchDispatchMode):
                 f"at {self._where()} it draws random numbers ({func}), and the state of torch's generators differs "
                 "between devices; use gemmery.epilogues.dropout, whose numbers depend on a seed and a position"
             )
+        plain = _plain(func)
+        if plain is not None:
+            result = self.__torch_dispatch__(plain, types, args, kwargs)
+            self._nodes[id(args[0])] = self._node(result)
+            return args[0]
         with self:
             result = self.decompositions.get(func, func.decompose)(*args, **kwargs)
         if result is not NotImplemented:

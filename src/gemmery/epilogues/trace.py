@@ -148,12 +148,25 @@ def _trace(
             raise Untraceable(
                 f"the {role} {_name(function)} can't be traced: {_reason(error, sizes)}"
             ) from error
-    if len({_text(graph, sizes) for graph, sizes in zip(graphs, all_sizes, strict=True)}) > 1:
-        raise Untraceable(
-            f"the {role} {_name(function)} depends on the sizes of the product; pass a number that depends on them "
-            f"through args"
-        )
+    texts = [_lines(graph, sizes) for graph, sizes in zip(graphs, all_sizes, strict=True)]
+    if any(text != texts[0] for text in texts):
+        raise Untraceable(f"the {role} {_name(function)} {_difference(graphs[0], texts)}")
     return graphs[0], all_sizes[0]
+
+
+def _difference(graph: fx.Graph, texts: Sequence[list[str]]) -> str:
+    """What is wrong with a function whose graphs for several sizes have these lines, of which `graph` has the first."""
+    for node, *lines in zip(graph.nodes, *texts, strict=False):
+        if len(set(lines)) == 1:
+            continue
+        if node.target in _PLACES:
+            return (
+                f"takes a part of a dimension that is not a half of the last one, in {node.target}, at "
+                f"{node.meta['where']}: take halves with chunk(2, dim=-1), slice arguments before the call, and the "
+                "result after it"
+            )
+        break
+    return "depends on the sizes of the product; pass a number that depends on them through args"
 
 
 def _codes(function: Any) -> list[Any]:
@@ -185,17 +198,17 @@ def _reason(error: Exception, sizes: Sizes) -> str:
         return reason
     # torch complains about a size that is not the product's.
     return (
-        f"{reason} (it is traced at other sizes than the product's: write a half as x.shape[-1] // 2, and pass tensors "
-        f"of its sizes through args)"
+        f"{reason} (it is traced at other sizes than the product's: write the number of columns as x.shape[-1], a half "
+        f"as x.shape[-1] // 2, and pass tensors of its sizes through args)"
     )
 
 
 #: Operators whose plain integers are places along a dimension.
-_PLACES = (aten.slice.Tensor, aten.split.Tensor)
+_PLACES = (aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default)
 
 
-def _text(graph: fx.Graph, sizes: Sizes) -> str:
-    """A graph with sizes in words, the same for graphs that differ in sizes alone."""
+def _lines(graph: fx.Graph, sizes: Sizes) -> list[str]:
+    """A line for each node, with sizes in words: the same for graphs that differ in sizes alone."""
     words = {sizes.M: "M", sizes.N: "N", sizes.N // 2: "N/2", 2 * sizes.N: "2N"}
     words |= {size: f"b{i}" for i, size in enumerate(sizes.batch)}
 
@@ -217,4 +230,4 @@ def _text(graph: fx.Graph, sizes: Sizes) -> str:
         inputs += [f"{k}={argument(node, v)}" for k, v in sorted(node.kwargs.items())]
         shape = word(list(node.meta["val"].shape)) if isinstance(node.meta.get("val"), Tensor) else ""
         lines.append(f"{node.name} {node.target} {inputs} {shape}")
-    return "\n".join(lines)
+    return lines

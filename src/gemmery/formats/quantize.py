@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, cast, get_args, overload
 
@@ -208,6 +208,11 @@ def _made_of(w: Tensor, rule: _Rule, request: _Request) -> QuantizedTensor:
     return result
 
 
+def _listed(sizes: Sequence[int]) -> str:
+    """The group sizes that a format has, for a message."""
+    return f"{'one of ' if len(sizes) > 1 else ''}{', '.join(map(str, sizes))}"
+
+
 def _sparse(w: SparseTensor, format: Format, asked: _Asked) -> SparseTensor:
     """A sparse weight in 8 bits or 4; ValueError for what only dense ones take."""
     if format.name not in NAMES:
@@ -226,7 +231,7 @@ def _sparse(w: SparseTensor, format: Format, asked: _Asked) -> SparseTensor:
     if size not in sizes:
         raise ValueError(
             f"quantize: group_size is {size}; with {format.name} and a sparse weight it must be "
-            f"{' or '.join(map(str, sizes))}"
+            f"{_listed(sizes)}"
         )
     if not has_no_values(w.values) and not bool(w.values.isfinite().all()):
         raise ValueError("quantize: w has NaN or infinity")
@@ -303,9 +308,7 @@ def _request(w: Tensor, format: Format, rule: _Rule, asked: _Asked) -> tuple[_Ru
         rule = rule.blocks
     size = rule.size if asked.group_size is None else asked.group_size
     if size not in rule.sizes:
-        raise ValueError(
-            f"quantize: group_size is {size}; with {what} it must be {' or '.join(map(str, rule.sizes))}"
-        )
+        raise ValueError(f"quantize: group_size is {size}; with {what} it must be {_listed(rule.sizes)}")
     if not symmetric and not rule.has_zeros:
         with_zeros = " and ".join(name for name, other in _RULES.items() if other.has_zeros)
         raise ValueError(f"quantize: symmetric=False is for {with_zeros}, and format is {format.name!r}")

@@ -29,17 +29,13 @@ class ScaledTensor:
         data: (..., R, K) in int8, float8_e4m3fn or float8_e5m2, any strides.
         scale: float32 on data's device, or float8_e8m0fnu, any strides. Its shape determines what shares a scale:
 
-            ====================================  =========  =====================================
-            shape                                 kind       shared by
-            ====================================  =========  =====================================
-            () or (1,)                            tensor     the whole tensor
-            (..., R, 1)                           row        a row: a token, an output channel
-            (..., R, ceil(K / 128))               1x128      128 columns of a row
-            (..., ceil(R / 128), ceil(K / 128))   128x128    a block
-            (..., R, ceil(K / 32))                1x32       32 columns of a row of fp8; float8_e8m0fnu
-            ====================================  =========  =====================================
+            - `()` or `(1,)`: "tensor", the whole tensor
+            - `(..., R, 1)`: "row", a row: a token, or an output channel
+            - `(..., R, ceil(K / 128))`: "1x128", 128 columns of a row
+            - `(..., ceil(R / 128), ceil(K / 128))`: "128x128", a block
+            - `(..., R, ceil(K / 32))`: "1x32", 32 columns of a row of fp8, in float8_e8m0fnu
 
-            If two kinds have the same shape, they mean the same, and the kind is the upper one.
+            If a shape matches several kinds, they have the same meaning, and the kind is the first one in this list.
 
     Attributes:
         kind: "tensor", "row", "1x128", "128x128" or "1x32".

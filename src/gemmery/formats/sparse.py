@@ -143,7 +143,7 @@ class SparseTensor(PackedWeight):
         return self.with_parts(inner, dtype=dtype)
 
     def in_code(self) -> SparseTensor:
-        """The weight for activations of fp8: its numbers are those of its code, e4m3."""
+        """The weight for fp8 activations: its elements in their code, e4m3."""
         return self.with_parts(self.parts(), dtype=torch.float8_e4m3fn)
 
     def of_batch(self, batch: tuple[int, ...], take: Callable[[Tensor], Tensor]) -> SparseTensor:
@@ -201,7 +201,7 @@ class SparseTensor(PackedWeight):
         return f"pattern={PATTERN}{code}{f', group_size={self.group_size}' if self.group_size else ''}"
 
     def kept_numbers(self) -> Tensor:
-        """The kept numbers before all scales, (*batch, Np, Kp / 2), of the weight's type."""
+        """The kept elements before scaling, (*batch, Np, Kp / 2), in the weight's type."""
         if self.dtype.itemsize == 1:
             return self.values
         return CODES[self.code].to_numbers(self.values).to(self.dtype)
@@ -479,7 +479,7 @@ def sparsify(weight: Tensor, pattern: str = PATTERN, *, method: Method = "magnit
 
     Raises:
         ValueError: K is not a multiple of 4; or with "as_is", four elements contain more than two nonzero ones, and the
-            message names the first place; or the weight is the transpose of one of torch's.
+            message names the first position; or the weight is the transpose of one of torch's.
         TypeError: the weight is not a strided tensor of floating point, or is sharded (a DTensor).
 
     Example:

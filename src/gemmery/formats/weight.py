@@ -166,7 +166,7 @@ class PackedWeight(Tensor):
         size = self.shape[axis]
         if size % count:
             what = "rows" if axis == -2 else "columns"
-            raise ValueError(f"shard: {size} {what} of {self!r} can't be cut into {count} equal parts")
+            raise ValueError(f"shard: {size} {what} of {self!r} can't be split into {count} equal parts")
         part = size // count
         cut = self.cut_rows if axis == -2 else self.cut_columns
         return cut(index * part, (index + 1) * part, "shard")

@@ -189,7 +189,7 @@ def accesses(problem: Problem, schedule: Walk, pid: int, *, turn: int = 0, step:
     Raises:
         ValueError: there is no such program, tile or step.
 
-    Example: the second of two programs, whose tile has a column too many.
+    Example: the second of two programs, whose tile extends one column beyond the matrix.
 
         >>> problem = problem_of_strides(2, 3, 2, layout="NN")
         >>> found = accesses(problem, plain_walk(problem, (2, 2, 2)), pid=1)

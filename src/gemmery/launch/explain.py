@@ -39,7 +39,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The config that runs a problem, and those that it was preferred to; `str` gives a table.
+    """The config that runs a problem, and its alternatives; `str` gives a table.
 
     Attributes:
         choices: the best candidates, first the one that runs; empty if the torch reference runs.

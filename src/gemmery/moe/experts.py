@@ -78,7 +78,7 @@ def experts(
 ) -> Tensor:
     """The experts of a mixture-of-experts layer: `sum_j weight[j] * down[e_j](act(gate[e_j](x)) * up[e_j](x))`.
 
-    On a GPU, these are four kernels, and the host does not wait for them. A CUDA graph can be replayed with other
+    On a GPU, this runs four kernels, and the host does not wait for them. A CUDA graph can be replayed with other
     choices. x is not copied. Gradients reach x, the router weights, dense weights of the experts, and biases.
 
     All tensors may be DTensors: weights and biases sharded by experts, and the others by tokens. The result is then a

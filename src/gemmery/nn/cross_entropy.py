@@ -15,8 +15,8 @@ from .linear import Linear
 class LinearCrossEntropy(nn.Module):
     """A head and its loss, `cross_entropy(linear(input), target)`, by `gemmery.linear_cross_entropy`.
 
-    Parameters and their names are those of torch's `LinearCrossEntropyLoss`. `linear` is a `gemmery.nn.Linear`, which
-    gives the logits where they are wanted, as in sampling.
+    Parameters and their names are those of torch's `LinearCrossEntropyLoss`. `linear` is a `gemmery.nn.Linear`. Call it
+    to compute logits, as in sampling.
 
     Args:
         in_features, num_classes: K and C.
@@ -73,11 +73,11 @@ class LinearCrossEntropy(nn.Module):
 
     @classmethod
     def from_linear(cls, head: nn.Linear, **options: Any) -> LinearCrossEntropy:
-        """The loss of a layer that exists, such as a model's `lm_head`, whose parameters it shares.
+        """A loss that shares the parameters of an existing layer, such as a model's `lm_head`.
 
         Args:
             head: the layer.
-            options: those of the class that are no sizes, types or devices.
+            options: the arguments of the class other than sizes, types and devices.
         """
         made = cls(head.in_features, head.out_features, device="meta", **options)
         made.linear = Linear.from_torch(head, precision=made.linear.precision)
@@ -101,7 +101,7 @@ class LinearCrossEntropy(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        """What is not as by default."""
+        """The options that differ from their defaults."""
         given = {
             "reduction": (self.reduction, "mean"), "ignore_index": (self.ignore_index, None),
             "label_smoothing": (self.label_smoothing, 0.0), "softcap": (self.softcap, None),

@@ -39,7 +39,7 @@ class Experts(nn.Module):
         precision, batch_invariant: see `gemmery.matmul`.
         fuse_wgrad_accumulation: whether the backward pass adds the gradients of both weights, without rounding, to
             their attribute `main_grad`, a float32 tensor of the weight's shape, and leaves their `grad` alone; see
-            `weight_grad` of `gemmery.grouped_linear`. The name is Transformer Engine's. It can also be set later.
+            `weight_grad` of `gemmery.grouped_linear`. Transformer Engine uses the same name. It can also be set later.
 
     Raises:
         ValueError: a size is negative, or no activation has this name.

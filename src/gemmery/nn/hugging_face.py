@@ -30,15 +30,16 @@ NAME = "gemmery"
 
 
 def register_experts() -> None:
-    """Adds "gemmery" to the implementations of experts that Hugging Face's models can be set to.
+    """Register "gemmery" as an implementation of experts in Hugging Face's models.
 
     After it `model.set_experts_implementation("gemmery")` and `from_pretrained(..., experts_implementation="gemmery")`
-    work, for every model whose experts have transformers' `use_experts_implementation`. The model is not changed;
-    `model.set_experts_implementation("grouped_mm")` is the way back. float32 is multiplied as torch is set to
-    (`torch.set_float32_matmul_precision`). A second call does nothing.
+    work, for every model whose experts have transformers' `use_experts_implementation`. The model itself does not
+    change; `model.set_experts_implementation("grouped_mm")` reverts this. float32 products follow
+    `torch.set_float32_matmul_precision`. A second call does nothing.
 
-    An activation that can't be part of a kernel runs in torch between the two products. Under torch.compile this is
-    any activation of which a class has its own code, such as gpt-oss's, unless `gemmery.nn.swap` has seen the model.
+    An activation that can't be part of a kernel runs in torch between the two products. Under torch.compile, this
+    applies to every activation that a model class defines itself, such as gpt-oss's, unless `gemmery.nn.swap` has
+    replaced the experts.
 
     Raises:
         ImportError: transformers is not installed, or is older than 5.

@@ -31,14 +31,14 @@ __all__ = ["LoraLinear", "fuse", "register"]
 
 
 def register(config: LoraConfig) -> LoraConfig:
-    """A configuration by which peft puts adapters on gemmery's layers, which it does not know by itself.
+    """Add gemmery's layers, which peft does not know, to a configuration of peft.
 
-    These are `gemmery.nn.QuantizedLinear`, `SparseLinear` and `Linear`; of other layers peft chooses as before. peft
-    does not save this with a configuration: to load an adapter, give it one again, as
+    The layers are `gemmery.nn.QuantizedLinear`, `SparseLinear` and `Linear`. For other layers, peft chooses as before.
+    peft does not save this with a configuration: to load an adapter, register its configuration again:
     `PeftModel.from_pretrained(model, path, config=register(LoraConfig.from_pretrained(path)))`.
 
     Args:
-        config: how peft is to make the adapters. Name the layers in `target_modules`: its "all-linear" does not find
+        config: the configuration of the adapters. Name the layers in `target_modules`: its "all-linear" does not find
             packed ones.
 
     Returns:
@@ -62,10 +62,10 @@ def register(config: LoraConfig) -> LoraConfig:
 
 
 def fuse(model: nn.Module) -> list[str]:
-    """Make the adapters that peft has put on plain `torch.nn.Linear` layers run as one call with their layer, in place.
+    """Fuse the adapters that peft has added to plain `torch.nn.Linear` layers with their layers, in place.
 
-    Parameters, state dicts and everything that peft does with the model stay as they are. Adapters whose layer has
-    another class or a weight of another kind are left alone.
+    Parameters, state dicts and peft's functions for the model do not change. Adapters of layers with another class or
+    another kind of weight are left in place.
 
     Returns:
         The names of the layers that changed.
@@ -84,14 +84,14 @@ def _is_dense(layer: nn.Module) -> bool:
 
 
 class LoraLinear(lora_layers.Linear):  # type: ignore[misc]  # peft has no types
-    """peft's layer with adapters, which runs as `gemmery.lora_linear` where that computes what peft does.
+    """peft's layer with adapters, computed by `gemmery.lora_linear` where the result is the same.
 
-    It does so with one active adapter, or with several without dropout, which become one of their ranks' sum; with
-    dropout, with a bias in the adapter, and under autocast. With adapters that are disabled or merged, `adapter_names`,
-    variants such as DoRA, and hooks on the layers inside, peft's own forward runs.
+    This is the case with one active adapter, with or without dropout, or with several without dropout, which are
+    combined. It includes a bias in the adapter, and autocast. peft's own forward runs with disabled or merged adapters,
+    `adapter_names`, variants such as DoRA, and hooks on the inner layers.
 
-    The adapter is multiplied in the type of the layer's weight, or autocast's, as peft does under autocast, though its
-    parameters be float32; they get their gradients in float32. A packed weight can't take an adapter in (`merge`).
+    The adapter is multiplied in the type of the layer's weight, or autocast's, as in peft under autocast, even if its
+    parameters are float32. They receive float32 gradients. An adapter can't be merged into a packed weight (`merge`).
     """
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -176,7 +176,7 @@ class SparseLinear(nn.Linear):
         return made.train(self.training)
 
     def pruned(self) -> SparseTensor:
-        """The weight as it is used outside autocast, pruned again.
+        """The pruned weight that is used outside autocast, computed again.
 
         Example:
             >>> import torch, gemmery.nn

@@ -110,14 +110,14 @@ class Swapped:
         return "\n".join(lines)
 
     def undo(self) -> None:
-        """Put back the modules that were replaced, the very same objects.
+        """Restore the original modules, as the same objects.
 
         They receive the current parameters, training flags and hooks of their replacements, so training, moving and
         loading in between are kept. Layers that were replaced by quantized or sparse layers come back with their former
         weights, on their former device. A second undo does nothing.
 
         Raises:
-            ValueError: a replacement is missing, or its layers have changed; nothing was put back.
+            ValueError: a replacement is missing, or its layers have changed; nothing was restored.
         """
         for slot in self._slots:
             found = slot.parent._modules.get(slot.name)
@@ -319,7 +319,7 @@ class _Walk:
         """Decide about a module that is seen for the first time."""
         report = self.report
         if isinstance(module, _OURS):
-            report.left.append((path, "it is gemmery's already"))
+            report.left.append((path, "already a gemmery module"))
             return
         if isinstance(module, torch.jit.ScriptModule):
             report.left.append((path, "it is a torch.jit.ScriptModule, whose code is fixed"))
@@ -475,7 +475,7 @@ def why_not(module: nn.Module) -> str | None:
     """Why a linear layer is not replaced; None if it can be."""
     cls = type(module)
     if cls is Linear:
-        return "it is gemmery's already"
+        return "already a gemmery module"
     if parametrize.is_parametrized(module):
         return "it is parametrized"
     if cls is not nn.Linear:

@@ -106,7 +106,7 @@ class GemmeryConfig(QuantizationConfigMixin):  # type: ignore[misc]  # transform
         self.check()
 
     def check(self) -> None:
-        """Errors about the values, which may have been set later."""
+        """Raise an error for invalid values, which may have been set after construction."""
         lookup("GemmeryConfig", self.format)
         if self.dtype not in (None, "float16", "bfloat16"):
             raise ValueError(f"GemmeryConfig: dtype is {self.dtype!r}; it must be float16 or bfloat16")
@@ -120,7 +120,7 @@ class GemmeryConfig(QuantizationConfigMixin):  # type: ignore[misc]  # transform
         self.pack(torch.zeros(16, 16, device="meta"))
 
     def pack(self, weight: Tensor) -> QuantizedTensor:
-        """A weight as the configuration has it, see `gemmery.quantize`."""
+        """Quantize a weight as the configuration says, see `gemmery.quantize`."""
         return quantize_tensor(
             weight, self.format, group_size=self.group_size, symmetric=self.symmetric, scale=self.scale,
             dtype=None if self.dtype is None else getattr(torch, self.dtype),
@@ -278,7 +278,7 @@ class GemmeryQuantizer(HfQuantizer):  # type: ignore[misc]  # transformers has n
         return param_name.rpartition(".")[0] in self.waiting
 
     def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
-        """The bytes that an element of a weight finally takes on its device."""
+        """The number of bytes that an element of a weight takes on its device after quantization."""
         slot = self.waiting.get(param_name.rpartition(".")[0])
         name = param_name.rpartition(".")[2]
         after = param if slot is None else slot.after._parameters.get(name, param)
@@ -298,7 +298,7 @@ class GemmeryQuantizer(HfQuantizer):  # type: ignore[misc]  # transformers has n
         return [WeightConverter([_pattern(name) for name in _parts()], "", [_Read(self)])]
 
     def take(self, path: str) -> None:
-        """Quantises a module if all of its parameters have been read."""
+        """Quantize a module once all of its parameters have been read."""
         slot = self.waiting[path]
         module = slot.before
         given = dict(module._parameters)

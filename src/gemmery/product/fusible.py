@@ -40,7 +40,7 @@ def check(
 
     It traces the function as the first product on a GPU would, and compiles and launches nothing. A function that
     passes is fused on every GPU, with one exception: functions that use reduced rows again need tiles as wide as the
-    product, up to 256 columns, which few GPUs have.
+    product. The widest has 64 to 256 columns, depending on the GPU and the type.
 
     Args:
         function: an epilogue, as for `epilogue=`.

@@ -189,7 +189,8 @@ def _check_invariant(call: Call, made: Program) -> None:
     sums = any(x.reduced and x.reduced.kind not in ("amax", "amin") for x in made.outputs)
     if call.options.batch_invariant and (sums or made.whole):
         raise ValueError(
-            f"{call.op}: batch_invariant=True with an epilogue that sums rows: the order of the sum depends on the tile"
+            f"{call.op}: batch_invariant=True with an epilogue that sums rows: the order of the sum depends on the "
+            "tile; return the matrix, and sum its rows after the product"
         )
 
 

@@ -57,10 +57,10 @@ class Cost:
     Attributes:
         total: the time by which configs are ranked.
         compute: K steps at the tensor cores' rate, on the busiest multiprocessor.
-        l2: the same steps at the rate at which it takes in bytes.
+        l2: the same steps at the rate at which the multiprocessor reads from L2.
         memory: each distinct byte once, at the memory's bandwidth.
         overhead: launch, pipeline fill, epilogues and stores.
-        reduction: storing and adding up the partial sums of tiles that are cut along K.
+        reduction: storing and adding the partial sums of tiles that are split along K.
         correction: the seconds that measured times of similar products add, see `select.measured`; 0 if there are
             none.
         waves: tiles on the busiest multiprocessor; a part of a tile counts as such.

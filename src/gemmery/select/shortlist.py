@@ -94,11 +94,12 @@ def allowed(problem: Problem) -> Space:
     """The configs that can run a problem; only one class if its rows' bits must not depend on the batch."""
     space = space_of(problem)
     if problem.fusion is not None and problem.fusion.whole:
+        widest = max([problem.b.columns(config)[0] for config in space.configs], default=0)
         space = space.where(np.array([spans(problem, config) for config in space.configs], bool))
         if not len(space):
             raise ValueError(
-                f"{problem}: no tile is as wide as {problem.N} columns, which an epilogue that uses reduced rows "
-                "again needs"
+                f"{problem}: no tile is as wide as {problem.N} columns, which an epilogue that uses a reduced row "
+                f"again needs; the widest has {widest}. Return the reduced row, and use it after the product"
             )
     if not problem.batch_invariant:
         return space

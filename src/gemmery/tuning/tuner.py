@@ -78,7 +78,7 @@ class TuneResult:
         refused: configs that can't run the problem here, with the reason.
         unmeasured: candidates that were not reached.
         measured: the number of configs that were measured now.
-        failure: why measuring ended early; "" if it did not.
+        failure: the reason why measuring ended early; "" if it did not.
     """
 
     problem: Problem
@@ -150,8 +150,8 @@ def tune(
     config may not depend on M.
 
     Args:
-        configs: measure these, and the config that is chosen untuned. By default, all configs that are predicted to
-            take at most 1.5 times as long as the best.
+        configs: measure these, and the config that is chosen without tuning. By default, all configs that are
+            predicted to take at most 1.5 times as long as the best.
         exhaustive: measure every config of the space.
         again: also measure configs that were measured before.
         seconds: start no measurement after this time.

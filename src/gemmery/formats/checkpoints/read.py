@@ -49,8 +49,8 @@ def read_weight(
     Raises:
         ValueError: the layer is not packed, its format is unknown, its tensors do not match, or the configuration
             contradicts them.
-        TypeError: the tensors are not a mapping, or the configuration is neither a mapping nor an object that gives
-            one.
+        TypeError: the tensors are not a mapping, or the configuration is neither a mapping nor an object with
+            `to_dict()`.
 
     Example:
         >>> import torch

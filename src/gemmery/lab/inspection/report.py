@@ -42,8 +42,8 @@ class Inspection:
         occupancy: programs and warps on one multiprocessor at a time, and what limits them.
         code: the instructions.
         texts: the kernel in the compiler's languages, by name, including "sass" on NVIDIA GPUs.
-        given: whether the config was given, and not chosen.
-        passed: configs that were passed over, with the reason.
+        given: whether the caller gave the config.
+        passed: rejected configs, with the reason.
         seconds: the times of the steps.
     """
 
@@ -209,17 +209,17 @@ def _loop(loop: Loop) -> dict[str, Any]:
 
 
 def inspect(problem: Problem | Plan, config: Config | dict[str, Any] | str | None = None) -> Inspection:
-    """Compile the kernel of a problem, or take a plan's, and look into it; needs no GPU.
+    """Compile the kernel of a problem, or take the kernel of a plan, and analyze it. Needs no GPU.
 
     Args:
-        problem: what is computed, and for which GPU; or a plan, whose kernel is looked into as it runs.
-        config: the knobs, in any form that `Config.of` takes; by default those that gemmery takes. A config that
-            spills or that no GPU would launch is shown all the same.
+        problem: the problem, which includes the GPU; or a plan, whose kernel is analyzed as it runs.
+        config: the config, in any form that `Config.of` accepts; by default the one that gemmery chooses. A config that
+            spills registers, or that no GPU can launch, is analyzed too.
 
     Raises:
         ValueError: the config is invalid or does not suit the problem, none fits, the GPU lacks the instructions, or
             kernels are interpreted in this process.
-        TypeError: the problem is not a problem or a plan; or the config comes with a plan, which has its own.
+        TypeError: `problem` is neither a problem nor a plan, or a config is given for a plan, which has its own.
 
     Example:
         >>> from gemmery.devices import TABLE

@@ -20,17 +20,18 @@ VARIABLE, KINDS = "GEMMERY_VLLM_KERNELS", ("int", "fp8")
 
 
 def register() -> None:
-    """Adds the quantization "gemmery" to vLLM, and kernels if the environment variable asks for them.
+    """Register the quantization "gemmery" in vLLM, and kernels if the environment variable names them.
 
     The quantization changes a model only if it is chosen by its name. `GEMMERY_VLLM_KERNELS` names the kernels that
     come before vLLM's own, separated by commas: "int" computes linear layers with int4 and int8 weights of GPTQ, AWQ
     and compressed-tensors, "fp8" those with fp8 weights and activations. A second call does nothing.
 
-    If vLLM's interfaces are not those that this was written for, the quantization is missing and a warning is logged.
+    If vLLM's interfaces differ from those that this module supports, the quantization is not registered, and a warning
+    is logged.
 
     Raises:
-        ValueError: the variable has an unknown word.
-        ImportError: the variable asks for kernels, and vLLM's interfaces are not those that this was written for.
+        ValueError: the variable contains an unknown word.
+        ImportError: the variable names kernels, and vLLM's interfaces differ from those that this module supports.
     """
     wanted = asked(os.environ.get(VARIABLE, ""))
     try:
