@@ -191,17 +191,21 @@ class PartialSums:
         self.received = views.received
         # The data that is being sent, which the allocator must not reuse.
         self._sent: list[Tensor] = []
-        views.begin(shared.patience)
 
     def send(self, rank: int, first: int, part: Tensor, is_last: bool) -> None:
         """Send some of a rank's rows to it.
+
+        The call begins with the first rows: while a rank computes these, the others may still read what they were sent
+        before.
 
         Args:
             first: the first of them.
             is_last: whether these are its last rows.
         """
-        self._sent.append(part)
         views = self._views
+        if not self._sent:
+            views.begin(self._shared.patience)
+        self._sent.append(part)
         with self._shared.beside():
             views.sends[rank].narrow(0, first, part.shape[0]).copy_(part, non_blocking=True)
             if is_last:

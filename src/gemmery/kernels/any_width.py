@@ -313,7 +313,8 @@ def consume(
         own_slot = computed(gl.to_tensor(own_slot))
     for unit in range(own, units, every):
         row, col = computed(row), computed(col)
-        if GIVEN is not None and READY is None and unit < whole:
+        # Once the program's first tile has waited, all that other GPUs send is there.
+        if GIVEN is not None and unit < whole and (READY is None or unit != own):
             given.read_first(
                 out, (row + FIRST, col, width), total, taken, own_slot, unit + programs >= units, GIVEN[0], GROUP,
                 SWAP, EACH, BUFFERS, PART, BARRIERS_AT,
@@ -329,7 +330,7 @@ def consume(
             heads, ring, own_steps, stage, phase, width, turn_at(1 - GROUP, BARRIERS_AT), scales, KIND, PROMOTES,
             X_ROWS, FIRST, OWN, WIDTHS, PART, FORMAT, X_FORM, Y_FORM, PINGPONG, BARRIERS_AT,
         )  # fmt: skip
-        if READY is not None:
+        if READY is not None and unit == own:
             READY(state[7])
             if GIVEN is not None and unit < whole:
                 given.read_first(
