@@ -38,9 +38,9 @@ from .collectives import Gathered, Scattered
 from .exchange import PARTIALS
 from .rows import PartialSums, arrived, arriving, for_rows, lie_apart, words_of
 
-#: Elements of the least product that fills a GPU: twice as many tiles of 128 by 256 as an H200 has multiprocessors,
-#: about. Rows of pieces are multiples of `ROW_GRAIN`, as large tiles have.
-LEAST_PIECE, ROW_GRAIN = 240 * 128 * 256, 256
+#: Elements of the least product that fills a GPU: about as many tiles of 128 by 256 as an H200 has multiprocessors.
+#: Rows of pieces are multiples of `ROW_GRAIN`, as large tiles have.
+LEAST_PIECE, ROW_GRAIN = 120 * 128 * 256, 256
 #: The attribute of an epilogue that keeps the result of `with_received`, so that nothing else holds its tensors.
 _OWN = "__gemmery_with_received__"
 

@@ -20,8 +20,8 @@ from .dense import Dense, DenseOperand
 if TYPE_CHECKING:
     from ..problem import Problem
 
-#: The number of rows from which on ranks send each other partial sums that are rounded to the type of the operands: the
-#: time is then that of the bytes.
+#: The number of rows from which on ranks send each other partial sums that are rounded to the type of the operands, if
+#: the result is rounded, too: the time is then that of the bytes.
 ROUNDED = 64
 #: Those types, as `kernels.ranks` names them.
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -106,7 +106,9 @@ class Summed(Dense):
 
     def of_partial_sum(self, problem: Problem, epilogue: Any, reads_ahead: bool) -> Any:
         # The layout of squares must be the same on all ranks, so it follows from the number of rows.
-        rounds = problem.M >= ROUNDED and self.dtype in NAMES and not problem.batch_invariant
+        p = problem
+        halves = self.dtype in NAMES and p.out.dtype.itemsize == 2
+        rounds = halves and p.M >= ROUNDED and not p.batch_invariant
         return with_constants(
             ranks.of_ranks, EPILOGUE=epilogue, RANK=self.rank, RANKS=self.ranks, SCALED=self.scale is not None,
             AHEAD=reads_ahead, TURNED=problem.M > SLICED, HALF=NAMES[self.dtype] if rounds else None,
