@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple, cast
 
@@ -61,9 +60,9 @@ class _Overlapping(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # The class has no name by which it is found.
-        _, _, *state = super().__reduce_ex__(2)
+        made: Any = super().__reduce_ex__(2)
         kind, own = type(self).__mro__[1:3]
-        return _rebuilt, (kind, own), *state
+        return _rebuilt, (kind, own), *made[2:]
 
     def _computed(
         self, product: Callable[..., Tensor], input: Tensor, wanted: Placement, **where: int
@@ -168,17 +167,21 @@ def overlapping(
     return cast("nn.Linear | PackedLinear", module)
 
 
-@functools.cache
+_classes: dict[tuple[type, type], type[nn.Module]] = {}
+
+
 def _class_of(kind: type[_Overlapping], own: type[nn.Module]) -> type[nn.Module]:
     """The class of an overlapping layer whose own class is `own`."""
-    return type(f"{kind.__name__}{own.__name__}", (kind, own), {})
+    found = _classes.get((kind, own))
+    if found is None:
+        found = _classes[kind, own] = type(f"{kind.__name__}{own.__name__}", (kind, own), {})
+    return found
 
 
 def _rebuilt(kind: type[_Overlapping], own: type[nn.Module]) -> nn.Module:
     """A layer without its state, as `copy` and `pickle` make it."""
     made = _class_of(kind, own)
-    layer: nn.Module = made.__new__(made)
-    return layer
+    return made.__new__(made)
 
 
 def _local(parameter: Tensor, of_replicated: Placement | None = None) -> Tensor:
