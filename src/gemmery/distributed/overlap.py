@@ -61,7 +61,7 @@ class _Overlapping(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # The class has no name by which it is found.
         made: Any = super().__reduce_ex__(2)
-        kind, own = type(self).__mro__[1:3]
+        kind, own = type(self).__bases__
         return _rebuilt, (kind, own), *made[2:]
 
     def _computed(
