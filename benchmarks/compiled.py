@@ -2,30 +2,37 @@
 
 python benchmarks/compiled.py --out DIR [--case NAME] [--seconds N]    writes DIR/compiled.json behind each case
 
-A case is a block, a number of rows, and whether it is trained. Both functions are compiled in this process with the
-same Inductor cache, first the one without gemmery; Triton's templates, which compile in other processes, are then
-found by the second. The time that gemmery adds to a compilation is therefore measured where it arises: Inductor
-measures gemmery's choice for each product, which includes the compilation of its kernel.
+A case is a block, a number of rows, and whether it is trained. Each method has a process of its own, with empty caches
+of Inductor and of Triton, so that both compile everything. A process first compiles a small product, by which it has
+loaded what any compilation needs. Then the processes compile the block, one behind the other. Both compile templates in
+threads, as Inductor does until its own processes have started: whether these have is a matter of chance, and with torch
+2.11 it decided over 8 seconds a product.
 
-A time of a block is that of many calls in a row, after a load of the same; the functions take turns in a new order each
-round. Inference is `mode="max-autotune"`, with CUDA graphs; training is "max-autotune-no-cudagraphs", forward and
-backward. No case is begun after N seconds.
+A time of a block is that of many calls in a row, after a load of the same; the processes take turns in a new order each
+round, and the others wait. Inference is `mode="max-autotune"`, with CUDA graphs; training is
+"max-autotune-no-cudagraphs", forward and backward. No case is begun after N seconds.
+
+With `TRITON_INTERPRET=1` and without a GPU, small blocks of the same kinds go through the same steps.
 """
 
 import argparse
+import contextlib
 import json
+import os
 import random
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._inductor.utils import fresh_cache
+from torch._inductor import config
+from torch._inductor.async_compile import AsyncCompile
 from torch.nn import functional as F
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -95,21 +102,41 @@ class Gpt(nn.Module):
         return x + self.down(F.gelu(self.up(self.norms[1](x)), approximate="tanh"))
 
 
+class FeedForward(nn.Module):
+    """The second half of a block of GPT."""
+
+    def __init__(self, width: int = 4096) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, width) to the same."""
+        return x + self.down(F.gelu(self.up(self.norm(x)), approximate="tanh"))
+
+
 #: By name: a block, sequences, their length, and whether it is trained. The first are the most important.
 CASES: dict[str, tuple[type[nn.Module], int, int, bool]] = {
+    "GPT, 4096 rows": (Gpt, 2, 2048, False),
+    "feed-forward of GPT, 4096 rows, trained": (FeedForward, 2, 2048, True),
     "Llama, 16 rows": (Llama, 16, 1, False),
     "Llama, 2048 rows": (Llama, 1, 2048, False),
     "Llama, 256 rows": (Llama, 1, 256, False),
     "GPT, 512 rows": (Gpt, 1, 512, False),
     "Llama, 4096 rows, trained": (Llama, 2, 2048, True),
+    "GPT, 4096 rows, trained": (Gpt, 2, 2048, True),
     "Llama, 8192 rows": (Llama, 4, 2048, False),
-    "GPT, 4096 rows": (Gpt, 2, 2048, False),
     "Llama, 64 rows": (Llama, 64, 1, False),
 }
 #: Sizes at which a CPU has a result soon.
 SMALL: dict[str, dict[str, int]] = {
     "Llama": {"width": 64, "hidden": 96, "heads": 2, "groups": 1}, "Gpt": {"width": 64, "heads": 2},
+    "FeedForward": {"width": 64},
 }  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A process that has one method
 
 
 def wait(device: str) -> None:
@@ -118,27 +145,34 @@ def wait(device: str) -> None:
 
 
 class Added:
-    """The time that Inductor spends on gemmery's choices, by product."""
+    """The seconds that gemmery's choices take, by product: to compile, beside Inductor's templates, and to measure."""
 
     def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
+        self.seconds: dict[str, dict[str, float]] = {}
 
     def __enter__(self) -> "Added":
-        self.original = original = choice._Caller.benchmark
-
-        def benchmark(caller: Any, *args: Any, out: Any) -> Any:
-            begun = time.perf_counter()
-            try:
-                return original(caller, *args, out=out)
-            finally:
-                name = f"{caller.record.op} {'x'.join(map(str, caller.record.shape))}"
-                self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begun
-
-        choice._Caller.benchmark = benchmark
+        self.originals = [(name, getattr(choice._Caller, name)) for name in ("precompile", "benchmark")]
+        for name, original in self.originals:
+            setattr(choice._Caller, name, self.timed(name, original))
         return self
 
+    def timed(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A method of a choice that adds to the seconds."""
+
+        def run(caller: Any, *args: Any, **kwargs: Any) -> Any:
+            begun = time.perf_counter()
+            try:
+                return original(caller, *args, **kwargs)
+            finally:
+                product = f"{caller.record.op} {'x'.join(map(str, caller.record.shape))}"
+                found = self.seconds.setdefault(product, dict.fromkeys(("precompile", "benchmark"), 0.0))
+                found[name] += time.perf_counter() - begun
+
+        return run
+
     def __exit__(self, *_: object) -> None:
-        choice._Caller.benchmark = self.original
+        for name, original in self.originals:
+            setattr(choice._Caller, name, original)
 
 
 def call_of(run: Callable[..., Tensor], block: nn.Module, x: Tensor, is_trained: bool) -> Call:
@@ -162,25 +196,49 @@ def call_of(run: Callable[..., Tensor], block: nn.Module, x: Tensor, is_trained:
     return step
 
 
-def compiled(name: str, block: nn.Module, x: Tensor, is_trained: bool) -> tuple[Call, float]:
-    """A block under torch.compile as a call, and the seconds of its first call.
+def small_product(device: str) -> None:
+    """Compile and run one, with the kernel behind it, and forget it."""
+    a, b = (torch.randn(64, 64, device=device, dtype=BF16) for _ in range(2))
+    with config.patch(max_autotune_gemm_backends="ATEN"):
+        torch.compile(lambda a, b: (a @ b).relu() * 2, mode="max-autotune-no-cudagraphs", dynamic=False)(a, b)
+    torch._dynamo.reset()
 
-    Args:
-        name: of the function's code: the compiler keeps what it compiled by the code object, for all blocks.
-    """
-    forward = type(block).forward
-    code = forward.__code__.replace(co_name=name)
-    run = FunctionType(code, forward.__globals__, name, forward.__defaults__, forward.__closure__)
+
+def block_of(name: str, device: str) -> tuple[nn.Module, Tensor]:
+    """A case's block and its input, the same in each process."""
+    kind, sequences, length, is_trained = CASES[name]
+    torch.manual_seed(0)
+    with torch.device(device):
+        block = kind(**(SMALL[kind.__name__] if device == "cpu" else {})).to(BF16)
+        width = next(m.in_features for m in block.modules() if isinstance(m, nn.Linear))
+        x = torch.randn(sequences, length if device == "cuda" else min(length, 8), width).to(BF16)
+    block.requires_grad_(is_trained)
+    return block, x.requires_grad_(is_trained)
+
+
+def first_call(block: nn.Module, x: Tensor) -> tuple[Call, float]:
+    """A block under torch.compile as a call, and the seconds of its first call."""
+    is_trained = x.requires_grad
     mode = "max-autotune-no-cudagraphs" if is_trained or x.device.type == "cpu" else "max-autotune"
-    call = call_of(torch.compile(run, mode=mode, dynamic=False, fullgraph=True), block, x, is_trained)
+    run = torch.compile(type(block).forward, mode=mode, dynamic=False, fullgraph=True)
+    call = call_of(run, block, x, is_trained)
     begun = time.perf_counter()
     call()
     wait(x.device.type)
-    first = time.perf_counter() - begun
+    seconds = time.perf_counter() - begun
     for _ in range(3):  # CUDA graphs are recorded
         call()
     wait(x.device.type)
-    return call, first
+    return call, seconds
+
+
+def error_of(block: nn.Module, x: Tensor, found: Tensor) -> float:
+    """The relative error of a result, beside the block in float32."""
+    exact = type(block)(**(SMALL[type(block).__name__] if x.device.type == "cpu" else {})).to(x.device)
+    exact.load_state_dict(block.state_dict())
+    with torch.no_grad():
+        right = exact(x.float())
+    return float((found.float() - right).norm() / right.norm())
 
 
 def span(call: Call, count: int, load: int, device: str) -> float:
@@ -201,19 +259,6 @@ def span(call: Call, count: int, load: int, device: str) -> float:
     return begin.elapsed_time(end) / 1e3 / count
 
 
-def in_turn(calls: dict[str, Call], device: str) -> list[dict[str, float]]:
-    """Rounds of seconds by method."""
-    estimates = {name: span(call, 5, 1, device) for name, call in calls.items()}
-    order, rounds = random.Random(0), []
-    for _ in range(ROUNDS):
-        found = {}
-        for name in order.sample(list(calls), len(calls)):
-            counts = [max(1, round(seconds / estimates[name])) for seconds in (TIMED, LOAD)]
-            found[name] = span(calls[name], *counts, device)
-        rounds.append(found)
-    return rounds
-
-
 def offered(before: dict[int, tuple[int, int]]) -> list[dict[str, Any]]:
     """What Inductor could choose gemmery for since `before`, with the times in seconds of all choices."""
     rows = []
@@ -227,37 +272,91 @@ def offered(before: dict[int, tuple[int, int]]) -> list[dict[str, Any]]:
     return rows
 
 
-def case(name: str, device: str) -> dict[str, Any]:
+def serve(method: str, name: str, device: str) -> Iterator[Any]:
+    """What a process answers: at first, when it is ready; then what it compiled; then a time each."""
+    AsyncCompile.use_process_pool = classmethod(lambda cls: False)
+    with gemmery.compile.enable() if method == OURS else contextlib.nullcontext():
+        small_product(device)
+        block, x = block_of(name, device)
+        yield "ready"
+        before = {id(x): (x.count, x.used) for x in gemmery.compile.choices()}
+        with Added() as added:
+            call, first = first_call(block, x)
+        found = call().clone()
+    error = error_of(block, x, found)
+    yield {"first_call": first, "added": added.seconds, "products": offered(before), "error": error}
+    estimate = span(call, 5, 1, device)
+    counts = [max(1, round(seconds / estimate)) for seconds in (TIMED, LOAD)]
+    while True:
+        yield span(call, *counts, device)
+
+
+def work(method: str, name: str, device: str) -> None:
+    """Answer each line of the input with a line. What else is printed goes to the errors."""
+    with os.fdopen(os.dup(1), "w") as answers:
+        os.dup2(2, 1)
+        for answer in serve(method, name, device):
+            print(json.dumps(answer), file=answers, flush=True)
+            if not sys.stdin.readline():
+                return
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The process that asks them
+
+
+class Worker:
+    """A process of one method, with caches of its own."""
+
+    def __init__(self, method: str, name: str, folder: Path) -> None:
+        caches = {f"{kind}_CACHE_DIR": str(folder / kind) for kind in ("TORCHINDUCTOR", "TRITON")}
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "--worker", method, "--case", name],
+            env=os.environ | caches, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def answer(self) -> Any:
+        """Its next answer."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"a process ended with status {self.process.wait()}")
+        return json.loads(line)
+
+    def ask(self) -> Any:
+        """Have it take the next step, and wait for the answer."""
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        return self.answer()
+
+    def end(self) -> None:
+        """End the process, which leaves at the end of its input."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(10)
+        self.process.kill()
+
+
+def case(name: str) -> dict[str, Any]:
     """One line of the result."""
-    kind, sequences, length, is_trained = CASES[name]
-    torch.manual_seed(0)
-    sizes = SMALL[kind.__name__] if device == "cpu" else {}
-    with torch.device(device):
-        block = kind(**sizes).to(BF16)
-        width = block.o.in_features
-        x = torch.randn(sequences, length if device == "cuda" else min(length, 8), width).to(BF16)
-    block.requires_grad_(is_trained)
-    x.requires_grad_(is_trained)
-    torch._dynamo.reset()
-    calls, first = {}, {}
-    calls[PEER], first[PEER] = compiled(PEER, block, x, is_trained)
-    wanted = calls[PEER]().clone()
-    before = {id(x): (x.count, x.used) for x in gemmery.compile.choices()}
-    with gemmery.compile.enable(), Added() as added:
-        calls[OURS], first[OURS] = compiled(OURS, block, x, is_trained)
-    found = calls[OURS]().clone()
-    exact = kind(**sizes).to(device)
-    exact.load_state_dict(block.state_dict())
-    with torch.no_grad():
-        right = exact(x.float())
-        errors = {
-            method: float((y.float() - right).norm() / right.norm())
-            for method, y in ((PEER, wanted), (OURS, found))
-        }
-    del exact, right, found, wanted
+    _, sequences, length, is_trained = CASES[name]
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, contextlib.ExitStack() as ending:
+        workers = {}
+        for method in (PEER, OURS):
+            workers[method] = Worker(method, name, Path(folder) / method)
+            ending.callback(workers[method].end)
+        for worker in workers.values():
+            worker.answer()
+        made = {method: worker.ask() for method, worker in workers.items()}
+        order, rounds = random.Random(0), []
+        for _ in range(ROUNDS):
+            rounds.append({method: workers[method].ask() for method in order.sample(list(workers), 2)})
     return {
-        "name": name, "rows": sequences * length, "trained": is_trained, "first_call": first, "added": added.seconds,
-        "products": offered(before), "errors": errors, "rounds": in_turn(calls, device),
+        "name": name, "rows": sequences * length, "trained": is_trained,
+        **{key: {method: each[key] for method, each in made.items()} for key in ("first_call", "error")},
+        "added": made[OURS]["added"], "products": made[OURS]["products"], "rounds": rounds,
     }  # fmt: skip
 
 
@@ -267,7 +366,7 @@ def show(entry: dict[str, Any]) -> None:
     print(
         f"{entry['name']}: {statistics.median(ratios):.3f} ({min(ratios):.3f}-{max(ratios):.3f}); "
         + ", ".join(f"{method} {seconds * 1e6:.1f} us" for method, seconds in times.items())
-        + f"; first calls {entry['first_call']}; errors {entry['errors']}",
+        + f"; first calls {entry['first_call']}; errors {entry['error']}",
         flush=True,
     )
     print(f"  added {entry['added']}", flush=True)
@@ -286,8 +385,12 @@ def main() -> None:
     parser.add_argument("--case", choices=CASES, action="append", metavar="NAME", help="; ".join(CASES))
     parser.add_argument("--out", type=Path, default=OUT, metavar="DIR")
     parser.add_argument("--seconds", type=float, default=float("inf"))
+    parser.add_argument("--worker", choices=(PEER, OURS), help=argparse.SUPPRESS)
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    if options.worker:
+        work(options.worker, options.case[0], device)
+        return
     header = describe_run(0, ROUNDS, (), device, (PEER,))
     result = {
         key: header[key] for key in ("gpu", "torch", "triton", "cuda", "commit", "date", "ours", "peers")
@@ -296,16 +399,15 @@ def main() -> None:
     result["entries"] = []
     options.out.mkdir(parents=True, exist_ok=True)
     begun = time.perf_counter()
-    with fresh_cache():
-        for name in options.case or CASES:
-            if time.perf_counter() - begun > options.seconds:
-                print(f"{name}: left out, no time", flush=True)
-                continue
-            result["entries"].append(case(name, device))
-            show(result["entries"][-1])
-            text = json.dumps(result, indent=1, ensure_ascii=False)
-            (options.out / "compiled.json").write_text(text + "\n", encoding="utf-8")
-            print(f"{time.perf_counter() - begun:.0f} s so far", flush=True)
+    for name in options.case or CASES:
+        if time.perf_counter() - begun > options.seconds:
+            print(f"{name}: left out, no time", flush=True)
+            continue
+        result["entries"].append(case(name))
+        show(result["entries"][-1])
+        text = json.dumps(result, indent=1, ensure_ascii=False)
+        (options.out / "compiled.json").write_text(text + "\n", encoding="utf-8")
+        print(f"{time.perf_counter() - begun:.0f} s so far", flush=True)
 
 
 if __name__ == "__main__":

@@ -55,8 +55,9 @@ GROUP = 128
 PART = 256
 #: How many kernels of a step are written, the longest first.
 KERNELS = 20
-#: Relative errors of logits beside those of the same numbers in torch, and beside the bf16 model.
-SAME, QUANTIZED = 0.03, 0.5
+#: Relative errors of logits beside those of the same numbers in torch, and beside the bf16 model. With random weights,
+#: 16 layers enlarge errors: bf16 with torch.compile is 0.03 from itself without, and int4 of torchao 0.65 from bf16.
+SAME, QUANTIZED = 0.05, 0.8
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,8 @@ class Method:
     Attributes:
         weights: "bf16", "torchao" or "gemmery", the last two in int4.
         mode: of torch.compile; None for no compiler.
-        together: whether the weights of q, k and v are one, and their product is one.
+        together: whether the weights of q, k and v, which are not gemmery's, are made one, and their product is one.
+            `gemmery.nn.swap` does so by itself.
     """
 
     weights: str
@@ -85,7 +87,7 @@ MODES = {"torch.compile": "default", "torch.compile, max-autotune": TUNED}
 METHODS = {"gemmery int4, no compiler": Method("gemmery", None)} | {
     f"{title}{', qkv as one' * together}, {how}": Method(weights, mode, together)
     for title, weights in (("bf16", "bf16"), ("torchao int4", "torchao"), ("gemmery int4", "gemmery"))
-    for together in (False, True)
+    for together in (False, True)[: 1 if weights == "gemmery" else 2]
     for how, mode in MODES.items()
 }
 
@@ -125,7 +127,7 @@ def make_checkpoint(folder: str, layers: int, device: str) -> None:
     with torch.device(device):
         model = LlamaForCausalLM(LlamaConfig(**sizes))
     torch.set_default_dtype(torch.float32)
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, max_shard_size="500MB")
 
 
 def load(weights: str, setting: Setting) -> Any:
@@ -212,17 +214,11 @@ class Columns(nn.Module):
 
 
 def put_together(model: Any) -> None:
-    """Makes q, k and v of each layer one weight."""
-    from gemmery.nn import QuantizedLinear
-
+    """Makes q, k and v of each layer one plain weight."""
     for layer in model.model.layers:
         attention = layer.self_attn
         parts = [getattr(attention, f"{name}_proj") for name in "qkv"]
-        weight = torch.cat([x.weight.detach() for x in parts])
-        if isinstance(parts[0], QuantizedLinear):
-            whole: nn.Module = QuantizedLinear(weight)
-        else:
-            whole = linear_of(weight)
+        whole = linear_of(torch.cat([x.weight.detach() for x in parts]))
         shared, begin = Together(whole), 0
         for name, part in zip("qkv", parts, strict=True):
             end = begin + part.out_features

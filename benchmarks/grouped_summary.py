@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
 from benchmarks.grouped_rows import BLOCKS, DECODE, GRADIENTS, PACKED, PARTS, PREFILL  # noqa: E402
-from benchmarks.records import newest_first, read_folder  # noqa: E402
+from benchmarks.records import cell, newest_first, read_folder, table  # noqa: E402
 from gemmery.lab.results import run_line, triton_version  # noqa: E402
 from gemmery.lab.timing import geometric_mean, percentile  # noqa: E402
 
@@ -320,4 +320,28 @@ def _times(entry: Data, regime: str) -> list[str]:
     return [
         f"{medians[OURS]:.1f}", peer, f"{medians[peer]:.1f}" if peer else "", "" if ratio is None else f"{ratio:.3f}",
         "" if floor is None else f"{floor:.2f}",
+    ]  # fmt: skip
+
+
+def page(folder: Path) -> str:
+    """Everything between the marks of docs/grouped.md; "" without results."""
+    results = read(folder)
+    if not results:
+        return ""
+    head, lines = class_lines(results)
+    return "\n\n".join([table(head, lines, "lrr"), ABOUT, places(results)])
+
+
+def sections(results: Sequence[Data]) -> list[str]:
+    """The headings and tables of all rows, by version of Triton."""
+    return [
+        "\n\n".join([
+            f"## grouped, Triton {version}",
+            table(
+                ROW_HEADING,
+                [[cell(each) for each in line] for line in row_lines(entries)],
+                "lllrlrrrl",
+            ),
+        ])
+        for version, entries in pooled(results).items()
     ]  # fmt: skip

@@ -35,7 +35,7 @@ from linear_cross_entropy import Report, error, span  # noqa: E402
 
 import gemmery  # noqa: E402
 from gemmery import lora  # noqa: E402
-from gemmery.operands.packed import unpacked  # noqa: E402
+from gemmery.launch.unpacking import unpacked  # noqa: E402
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 #: Tokens, rows of the weight, columns.
@@ -447,22 +447,24 @@ def parts_of_rank(r: int, take: Callable[[str, Callable[[], Any]], None]) -> Non
     """The thin products, in both orientations, beside torch's."""
     M, N, K = SIZE
     x, a, b, _, _ = inputs_of(M, N, K, r, None)
-    g, u, ut = (
-        torch.randn(M, N, device="cuda", dtype=BF16),
-        torch.randn(M, r, device="cuda", dtype=BF16),
-        None,
-    )
+    g, u = torch.randn(M, N, device="cuda", dtype=BF16), torch.randn(M, r, device="cuda", dtype=BF16)
     ut = u.mT.contiguous()
     z, of_b = torch.empty(M, N, device="cuda", dtype=BF16), torch.empty(N, r, device="cuda", dtype=BF16)
-    of_u = torch.empty(r, M, device="cuda", dtype=BF16)
+    of_u, apart = (
+        torch.empty(M, r, device="cuda", dtype=BF16).mT,
+        torch.empty(r, M, device="cuda", dtype=BF16),
+    )
     linear, matmul, addmm = gemmery.linear, gemmery.matmul, gemmery.addmm
     take(
         f"r={r} u.T = s a x.T, as the library does", lambda: addmm(of_u, a, x.mT, beta=0, alpha=2.0, out=of_u)
     )
+    take(
+        f"r={r} u.T = s a x.T, stored as (r, M)", lambda: addmm(apart, a, x.mT, beta=0, alpha=2.0, out=apart)
+    )
     take(f"r={r} u.T = a x.T, without s", lambda: linear(a, x))
     take(f"r={r} u = x a.T", lambda: linear(x, a))
     take(f"r={r} u = x a.T, torch", lambda: F.linear(x, a))
-    take(f"r={r} z = u b.T, u transposed, as the library does", lambda: matmul(ut.mT, b.mT, out=z))
+    take(f"r={r} z = u b.T, u transposed", lambda: matmul(ut.mT, b.mT, out=z))
     take(f"r={r} z = u b.T", lambda: linear(u, b, out=z))
     take(f"r={r} z = u b.T, torch", lambda: F.linear(u, b))
     take(
@@ -471,11 +473,13 @@ def parts_of_rank(r: int, take: Callable[[str, Callable[[], Any]], None]) -> Non
     )
     take(f"r={r} v = g b", lambda: matmul(g, b))
     take(f"r={r} v = g b, torch", lambda: g @ b)
-    take(f"r={r} of b, transposed into (N, r), as the library does", lambda: matmul(ut, g, out=of_b.mT))
+    take(f"r={r} of b, transposed into (N, r), as the library does", lambda: matmul(u.mT, g, out=of_b.mT))
+    take(f"r={r} of b, transposed into (N, r), of u as (r, M)", lambda: matmul(ut, g, out=of_b.mT))
     take(f"r={r} of b, (r, N)", lambda: matmul(ut, g))
     take(f"r={r} of b = g.T u", lambda: matmul(g.mT, u))
     take(f"r={r} of b = g.T u, torch", lambda: g.mT @ u)
-    take(f"r={r} of a = v.T x, as the library does", lambda: matmul(ut, x))
+    take(f"r={r} of a = v.T x, as the library does", lambda: matmul(u.mT, x))
+    take(f"r={r} of a = v.T x, of v as (r, M)", lambda: matmul(ut, x))
     take(f"r={r} of a = v.T x, float32", lambda: matmul(ut, x, out_dtype=F32))
     take(f"r={r} of a = v.T x, torch", lambda: ut @ x)
 
@@ -484,25 +488,34 @@ def parts_of_weight(name: str, take: Callable[[str, Callable[[], Any]], None]) -
     """The large products, and ways to add an adapter to one."""
     M, N, K = SIZE
     r = 16
-    x, _, b, weight, dense = inputs_of(M, N, K, r, WEIGHTS[name])
+    x, a, b, weight, dense = inputs_of(M, N, K, r, WEIGHTS[name])
     g, u = torch.randn(M, N, device="cuda", dtype=BF16), torch.randn(M, r, device="cuda", dtype=BF16)
+    how = lora.How()
     z = torch.randn(M, N, device="cuda", dtype=BF16)
     is_packed = isinstance(weight, gemmery.QuantizedTensor)
     linear, matmul, addmm = gemmery.linear, gemmery.matmul, gemmery.addmm
     take(f"{name}: y = x w.T", lambda: linear(x, weight))
     fused = {"epilogue": lora.RESIDUAL, "args": (z,)}
-    take(f"{name}: y = x w.T + z, as the library does", lambda: linear(x, weight, **fused))
+    take(
+        f"{name}: y = x w.T + u b.T, as the library does",
+        lambda: lora._sum("linear", x, weight, u.mT, b.mT, None, None, how),
+    )
+    take(f"{name}: y = x w.T + z", lambda: linear(x, weight, **fused))
     if is_packed:
         take(f"{name}: w unpacked", lambda: unpacked(weight))
         take(f"{name}: w by dequantize()", weight.dequantize)
         take(f"{name}: y + z, w unpacked", lambda: linear(x, unpacked(weight), **fused))
-        take(f"{name}: of x = g w + z, as the library does", lambda: matmul(g, unpacked(weight), **fused))
+        take(f"{name}: of x = g w + z", lambda: matmul(g, unpacked(weight), **fused))
         take(f"{name}: y, then u b.T added to it", lambda: (y := linear(x, weight), addmm(y, u, b.mT, out=y)))
         return
     take("dense: torch's y = x w.T", lambda: F.linear(x, dense))
     take("dense: torch's y = z + x w.T", lambda: torch.addmm(z, x, dense.mT))
     take("dense: y = x w.T + z, added to z itself", lambda: addmm(z, x, dense.mT, out=z))
-    take("dense: of x = g w + z, as the library does", lambda: matmul(g, dense, **fused))
+    take(
+        "dense: of x = g w + v a, as the library does",
+        lambda: lora._sum("matmul", g, dense, u.mT, a, None, None, how),
+    )
+    take("dense: of x = g w + z", lambda: matmul(g, dense, **fused))
     take(
         "dense: y, then u b.T added to it in place", lambda: (y := linear(x, dense), addmm(y, u, b.mT, out=y))
     )

@@ -5,14 +5,11 @@ python benchmarks/models.py [--only PART] [--out DIR]      needs transformers; w
 Every entry has the times of all rounds, in seconds; methods of an entry run in turn, in a new order each round.
 """
 
-import argparse
 import copy
 import json
-import random
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +22,8 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
 import gemmery  # noqa: E402
 import gemmery.nn as gnn  # noqa: E402
+from benchmarks.parts import Call, Entry, compared, in_turn, run  # noqa: E402
 from gemmery import epilogues  # noqa: E402
-from gemmery.lab.results import describe_run  # noqa: E402
-from gemmery.lab.timing import compare  # noqa: E402
 
 OUT = ROOT / "benchmarks" / "results" / "models"
 ROUNDS = 7
@@ -40,33 +36,10 @@ LLAMA = {
     "tie_word_embeddings": True,
 }  # fmt: skip
 
-Entry = dict[str, Any]
-Call = Callable[[], Any]
-
 
 def filled(*shape: int) -> Tensor:
     """Normal random numbers in bfloat16."""
     return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
-
-
-def in_turn(methods: dict[str, Call], calls: int) -> dict[str, list[float]]:
-    """Seconds a call, by method and round: `calls` in a row between two events, after one that is not timed."""
-    times: dict[str, list[float]] = {name: [] for name in methods}
-    for call in methods.values():
-        call()
-        call()
-    for _ in range(ROUNDS):
-        for name in random.sample(list(methods), len(methods)):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            methods[name]()
-            torch.cuda.synchronize()
-            begin.record()
-            for _ in range(calls):
-                methods[name]()
-            end.record()
-            torch.cuda.synchronize()
-            times[name].append(begin.elapsed_time(end) / 1e3 / calls)
-    return times
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -88,9 +61,7 @@ def costs() -> Iterator[Entry]:
         return lambda: gemmery.linear(x, w, epilogue=getattr(epilogues, name), args=given[name])
 
     methods = {"bare": lambda: gemmery.linear(x, w), **{name: fused(name) for name in given}}
-    rounds = compare(methods, rounds=ROUNDS, regimes=("burst",))["burst"]
-    times = {name: [each[name] for each in rounds] for name in methods}
-    yield {"name": f"epilogues, {m}×{HIDDEN}×{WIDTH}", "times": times}
+    yield {"name": f"epilogues, {m}×{HIDDEN}×{WIDTH}", "times": compared(methods, ROUNDS)}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -139,7 +110,7 @@ def gated() -> Iterator[Entry]:
         y = block(x)
         held[name] = torch.cuda.memory_allocated() - before - y.numel() * y.element_size()
         del y
-    times = in_turn({name: step(block) for name, block in blocks.items()}, 10)
+    times = in_turn({name: step(block) for name, block in blocks.items()}, 10, ROUNDS)
     yield {
         "name": f"GatedMLP, forward and backward, M={m}",
         "times": times,
@@ -170,14 +141,14 @@ def llama() -> Iterator[Entry]:
         return lambda: model(ids, use_cache=False, logits_to_keep=1).logits
 
     with torch.no_grad():
-        times = in_turn({name: prompt(model) for name, model in models.items()}, 5)
+        times = in_turn({name: prompt(model) for name, model in models.items()}, 5, ROUNDS)
         yield {
             "name": "Llama of 1.2B, prompts of 8×1024 tokens",
             "times": times,
             "swap": report,
         }
         steps = {name: _decoding(model, config) for name, model in models.items()}
-        times = in_turn({name: graph.replay for name, (graph, _) in steps.items()}, 25)
+        times = in_turn({name: graph.replay for name, (graph, _) in steps.items()}, 25, ROUNDS)
         yield {"name": "Llama of 1.2B, decoding 16 rows in a CUDA graph", "times": times}
 
 
@@ -266,41 +237,11 @@ def host() -> Iterator[Entry]:
         "bias, relu": lambda: gemmery.linear(x, w, epilogue=added, args=(b,)),
         "torch": lambda: F.linear(x, w),
     }
-    rounds = compare(methods, rounds=ROUNDS, regimes=("host",))["host"]
-    times = {name: [each[name] for each in rounds] for name in methods}
-    yield {"name": "host time of a call, 16×256×256", "times": times}
+    yield {"name": "host time of a call, 16×256×256", "times": compared(methods, ROUNDS, "host")}
 
 
 PARTS = {"costs": costs, "gated": gated, "llama": llama, "first": first, "host": host}
 
 
-def main() -> None:
-    """Measure, and write after every entry, so that what was measured is kept."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", choices=PARTS, action="append", metavar="PART", help=", ".join(PARTS))
-    parser.add_argument("--out", type=Path, default=OUT, metavar="DIR")
-    options = parser.parse_args()
-    header = describe_run(0, ROUNDS, (), "cuda", ())
-    kept = {key: header[key] for key in ("gpu", "torch", "triton", "cuda", "commit", "date")}
-    options.out.mkdir(parents=True, exist_ok=True)
-    for part in options.only or PARTS:
-        begun, entries = time.time(), []
-        for entry in PARTS[part]():
-            entries.append(entry)
-            medians = {method: sorted(t)[len(t) // 2] for method, t in entry["times"].items()}
-            print(entry["name"], {method: f"{t * 1e3:.4g} ms" for method, t in medians.items()}, flush=True)
-            result = {
-                "part": part,
-                **kept,
-                "protocol": {"rounds": 1 if part == "first" else ROUNDS},
-                "entries": entries,
-            }
-            text = json.dumps(result, indent=1, ensure_ascii=False)
-            (options.out / f"{part}.json").write_text(text + "\n", encoding="utf-8")
-        print(f"{part}: {time.time() - begun:.0f} s", flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    run(__doc__, PARTS, OUT)

@@ -8,10 +8,8 @@ launch with cold inputs ("burst"), and of the loss, that of calls in a row. Meth
 round.
 """
 
-import argparse
-import json
+import random
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -22,18 +20,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "src"), str(ROOT), str(ROOT / "benchmarks")]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
 import gemmery  # noqa: E402
+from benchmarks import linear_cross_entropy as lce  # noqa: E402
+from benchmarks.parts import Call, Entry, compared, in_turn, run  # noqa: E402
 from gemmery.lab.bench import make_calls  # noqa: E402
 from gemmery.lab.fusions import FUSIONS  # noqa: E402
 from gemmery.lab.inputs import Inputs, Unsuited, WrongResult, make_inputs, sample_rows  # noqa: E402
 from gemmery.lab.libraries import codes_of  # noqa: E402
 from gemmery.lab.peers import PEERS, Method, compiled, gemmery_call  # noqa: E402
-from gemmery.lab.results import describe_run  # noqa: E402
 from gemmery.lab.suites import Row  # noqa: E402
-from gemmery.lab.timing import Round, compare  # noqa: E402
-from gemmery.tuning.stopwatch import Call  # noqa: E402
 
 OUT = ROOT / "benchmarks" / "results" / "peers"
 ROUNDS = 5
@@ -43,8 +40,6 @@ WIDTH, HIDDEN = 4096, 14336
 LIMIT = 1e-2
 #: Relative error of a product of operands in e4m3, beside the one that is not quantized.
 EIGHT_BITS = 0.06
-
-Entry = dict[str, Any]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -120,8 +115,6 @@ def rows() -> Iterator[tuple[str, str, Row, tuple[str, ...]]]:
 
 def products() -> Iterator[Entry]:
     """The rows, each checked against float64 as `gemmery bench` does."""
-    import random
-
     for kind, dtype, row, names in rows():
         if row.epilogue not in ("", *FUSIONS):
             raise ValueError(f"there is no epilogue {row.epilogue!r}")
@@ -135,13 +128,8 @@ def entry(
     kind: str, name: str, calls: Mapping[str, Call], errors: Mapping[str, float], left_out: Mapping[str, str]
 ) -> Entry:
     """The times of calls that were checked."""
-    timed = compare(calls, rounds=ROUNDS, regimes=("burst",))["burst"]
-    return {"kind": kind, "name": name, "times": by_method(timed), "errors": errors, "left_out": left_out}
-
-
-def by_method(timed: list[Round]) -> dict[str, list[float]]:
-    """Seconds of all rounds."""
-    return {name: [one[name] for one in timed] for name in timed[0]}
+    times = compared(calls, ROUNDS)
+    return {"kind": kind, "name": name, "times": times, "errors": errors, "left_out": left_out}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -158,7 +146,7 @@ def linear8() -> Iterator[Entry]:
             "torchao": partial(torchao8, x, w),
             "cuBLAS, bf16": partial(plain, x, w),
         }
-        calls, errors, left_out = checked(makers, x.double() @ w.double().T, EIGHT_BITS)
+        calls, errors, left_out = checked(makers, partial(distance, x.double() @ w.double().T), EIGHT_BITS)
         yield entry(
             "fp8, activations quantized in the call", f"{m}×{HIDDEN}×{WIDTH}", calls, errors, left_out
         )
@@ -188,15 +176,14 @@ def plain(x: Tensor, w: Tensor) -> Call:
 
 
 def checked(
-    makers: Mapping[str, Callable[[], Call]], wanted: Tensor, limit: float
+    makers: Mapping[str, Callable[[], Call]], error_of: Callable[[Any], float], limit: float
 ) -> tuple[dict[str, Call], dict[str, float], dict[str, str]]:
     """The calls whose results are right, their errors, and why others are left out; ours may not be."""
     calls, errors, left_out = {}, {}, {}
     for name, make in makers.items():
         try:
             call = make()
-            found = call()
-            error = float((found.double() - wanted).norm() / wanted.norm())
+            error = error_of(call())
             if not error <= limit:
                 raise WrongResult(f"relative error {error:.2e} is over {limit:.0e}")
         except Exception as error:
@@ -207,6 +194,11 @@ def checked(
         else:
             calls[name], errors[name] = call, error
     return calls, errors, left_out
+
+
+def distance(wanted: Tensor, found: Tensor) -> float:
+    """The relative error of a result."""
+    return float((found.double() - wanted).norm() / wanted.norm())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -227,7 +219,7 @@ def groups() -> Iterator[Entry]:
             OURS: lambda a=a, b=b, offs=offs: partial(gemmery.grouped_mm, a, b, offs=offs),
             "torch._grouped_mm": lambda a=a, b=b, offs=offs: partial(torch._grouped_mm, a, b, offs=offs),
         }
-        calls, errors, left_out = checked(makers, wanted, LIMIT)
+        calls, errors, left_out = checked(makers, partial(distance, wanted), LIMIT)
         yield entry("groups, bf16", f"{count} groups, {total}×{n}×{k}", calls, errors, left_out)
 
 
@@ -237,69 +229,56 @@ def groups() -> Iterator[Entry]:
 
 def loss() -> Iterator[Entry]:
     """Linear and cross entropy with gradients, and the peak of memory in a step."""
-    import linear_cross_entropy as lce
-    from models import in_turn
+    size = 8192, 131072, 4096
+    given = lce.inputs_of(*size)
+    makers = {
+        name: lambda make=make: partial(step, make(), *given)
+        for name, make in ((OURS, lce.ours), ("Liger", lce.liger), ("torch.compile", lce.torch_compiled))
+    }
+    wanted = [x.double() for x in right_step(*given)]
 
-    for tokens, classes, features in ((8192, 131072, 4096),):
-        x, weight, target = lce.inputs_of(tokens, classes, features)
-        makers = {OURS: lce.ours, "Liger": lce.liger, "torch.compile": lce.torch_compiled}
-        calls: dict[str, Call] = {}
-        memory, left_out = {}, {}
-        for name, make in makers.items():
-            try:
-                method = make()
-                call = partial(step, method, x, weight, target)
-                call()
-                torch.cuda.synchronize()
-                torch.cuda.empty_cache()
-                torch.cuda.reset_peak_memory_stats()
-                before = torch.cuda.memory_allocated()
-                call()
-                memory[name] = torch.cuda.max_memory_allocated() - before
-                calls[name] = call
-            except ImportError as error:
-                left_out[name] = str(error)
-        yield {
-            "kind": "linear and cross entropy, with gradients", "name": f"{tokens}×{classes}×{features}",
-            "times": in_turn(calls, 2), "errors": {}, "left_out": left_out, "peak_bytes": memory,
-        }  # fmt: skip
+    def error_of(found: tuple[Tensor, ...]) -> float:
+        return max(distance(right, one) for right, one in zip(wanted, found, strict=False))
+
+    calls, errors, left_out = checked(makers, error_of, LIMIT)
+    memory = {name: peak_of(call) for name, call in calls.items()}
+    yield {
+        "kind": "linear and cross entropy, with gradients", "name": "×".join(map(str, size)),
+        "times": in_turn(calls, 2, ROUNDS), "errors": errors, "left_out": left_out, "peak_bytes": memory,
+    }  # fmt: skip
 
 
-def step(method: Callable[..., Tensor], x: Tensor, weight: Tensor, target: Tensor) -> None:
+def step(
+    method: Callable[..., Tensor], x: Tensor, weight: Tensor, target: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """The loss and its gradients."""
-    torch.autograd.grad(method(x, weight, target), [x, weight])
+    found = method(x, weight, target)
+    return found.detach(), *torch.autograd.grad(found, [x, weight])
+
+
+def right_step(x: Tensor, weight: Tensor, target: Tensor, rows: int = 512) -> tuple[Tensor, Tensor]:
+    """The loss and the gradient of x in float32, some rows at a time."""
+    wide, count = weight.detach().float(), (target >= 0).sum()
+    total, gradients = torch.zeros((), device=x.device), []
+    for own, labels in zip(x.detach().float().split(rows), target.split(rows), strict=True):
+        own.requires_grad_()
+        part = F.cross_entropy(own @ wide.T, labels, reduction="sum") / count
+        gradients.append(*torch.autograd.grad(part, own))
+        total += part.detach()
+    return total, torch.cat(gradients)
+
+
+def peak_of(call: Call) -> int:
+    """Bytes that a call allocates at most at a time."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    return torch.cuda.max_memory_allocated() - before
 
 
 PARTS = {"products": products, "linear8": linear8, "groups": groups, "loss": loss}
-
-
-def main() -> None:
-    """Measure, and write after every entry, so that what was measured is kept."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", choices=PARTS, action="append", metavar="PART", help=", ".join(PARTS))
-    parser.add_argument("--out", type=Path, default=OUT, metavar="DIR")
-    options = parser.parse_args()
-    header = describe_run(0, ROUNDS, (), "cuda", ())
-    kept = {key: header[key] for key in ("gpu", "torch", "triton", "cuda", "commit", "date")}
-    options.out.mkdir(parents=True, exist_ok=True)
-    for part in options.only or PARTS:
-        begun, entries = time.time(), []
-        for one in PARTS[part]():
-            entries.append(one)
-            shown = {name: f"{min(times) * 1e6:.1f}" for name, times in one["times"].items()}
-            print(one["kind"], one["name"], shown, one["left_out"], flush=True)
-            result = {
-                "part": part,
-                **kept,
-                "libraries": versions(),
-                "protocol": {"rounds": ROUNDS},
-                "entries": entries,
-            }
-            text = json.dumps(result, indent=1, ensure_ascii=False)
-            (options.out / f"{part}.json").write_text(text + "\n", encoding="utf-8")
-        print(f"{part}: {time.time() - begun:.0f} s", flush=True)
 
 
 def versions() -> dict[str, str]:
@@ -316,4 +295,4 @@ def versions() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    main()
+    run(__doc__, PARTS, OUT, libraries=versions())

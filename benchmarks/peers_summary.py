@@ -1,10 +1,10 @@
 """The tables of the results of `peers.py` and `generation.py`, for docs/when-to-use-what.md."""
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.records import Data, read_folder, run_line
+from benchmarks.records import Data, read_folder, run_line, table
 from gemmery.lab import timing
 
 OURS = "gemmery"
@@ -19,11 +19,11 @@ ABOUT_STEPS = (
     "The second and the fourth number are the time of bf16 with torch.compile divided by the method's in the same "
     "round: the median, with the smallest and the largest in parentheses. All methods run in a CUDA graph, with a "
     "static cache. The attention is `grouped_attention` of `benchmarks/generation.py`, or torch's where sdpa is named. "
-    "An int4 head is that of the output embeddings. With qkv as one, their three weights are one; the benchmark does "
-    "this, and `swap` does not."
+    "An int4 head is that of the output embeddings; otherwise they are bf16. In gemmery's models, q, k and v are one "
+    "weight, as `swap` makes them. In others they are where the name says so; there the benchmark does this."
 )
 #: What is common to the names of ours and of others.
-BF16, TORCHAO, TOGETHER = "bf16", "torchao", "qkv as one"
+BF16, TORCHAO, HEAD_IN_INT4 = "bf16", "torchao", "int4 head"
 #: What all methods are compared with.
 BASE = "bf16, torch.compile"
 
@@ -109,17 +109,14 @@ def step_lines(result: Data) -> list[list[str]]:
 
 
 def bars(result: Data) -> str:
-    """The fastest of ours beside the fastest of others: as they are loaded, and with q, k and v as one."""
+    """The fastest of ours with each head beside the fastest in bf16, and the fastest of torchao with the same head."""
     found = []
     for entry in result["entries"]:
         times = entry["times"]
         lines = []
-        for together in (False, True):
-            ours = _fastest(times, OURS, lambda name, together=together: (TOGETHER in name) == together)
-            for group in (BF16, TORCHAO):
-                other = _fastest(
-                    times, group, lambda name, together=together: together or TOGETHER not in name
-                )
+        for packed in (False, True):
+            ours = _fastest(times, OURS, packed)
+            for other in (_fastest(times, BF16, False), _fastest(times, TORCHAO, packed)):
                 if ours and other:
                     lines.append(f'- "{other}" takes {_ratio(times, other, ours)} times "{ours}".')
         reasons: dict[str, list[str]] = {}
@@ -130,6 +127,19 @@ def bars(result: Data) -> str:
     return "\n\n".join(found)
 
 
-def _fastest(times: dict[str, list[float]], group: str, keep: Callable[[str], bool]) -> str | None:
-    names = [name for name in times if name.startswith(group) and keep(name)]
+def _fastest(times: dict[str, list[float]], group: str, packed: bool) -> str | None:
+    """The fastest method of a group, with output embeddings in int4 or in bf16."""
+    names = [name for name in times if name.startswith(group) and (HEAD_IN_INT4 in name) == packed]
     return min(names, key=lambda name: statistics.median(times[name]), default=None)
+
+
+def page(folder: Path) -> str:
+    """Everything between the marks of docs/when-to-use-what.md; "" without results."""
+    products, generation = read(folder)
+    parts = []
+    if products:
+        parts += ["### Products", table(HEAD, lines(products), "llrrr"), ABOUT, places(products)]
+    for result in generation:
+        parts += ["### A model", table(STEPS_HEAD, step_lines(result), "lr"), ABOUT_STEPS, bars(result)]
+        parts.append(places([result]))
+    return "\n\n".join(parts)

@@ -25,8 +25,9 @@ from gemmery.lab.results import (  # noqa: E402
 )
 
 __all__ = [
-    "BEST", "RESULTS", "Bar", "Data", "Group", "Pooled", "bar_of", "groups", "kind", "newest_first", "parts", "peers",
-    "read_folder", "read_models", "read_results", "regimes", "row_round", "run_line", "three", "two_groups", "versions",
+    "BEST", "RESULTS", "Bar", "Data", "Group", "Pooled", "bar_of", "cell", "groups", "kind", "newest_first", "parts",
+    "peers", "read_folder", "read_models", "read_results", "regimes", "row_round", "run_line", "table", "three",
+    "two_groups", "versions",
 ]  # fmt: skip
 RESULTS = ROOT / "benchmarks" / "results"
 #: Suites in the order in which they are shown; others follow by name.
@@ -181,6 +182,18 @@ def newest_triton_first(results: Iterable[Data]) -> list[Data]:
 def run_lines(results: Iterable[Data], before: str = "") -> str:
     """A list of where results are from; `before` stands before each."""
     return "\n".join(f"- {before}{run_line(result)}." for result in results)
+
+
+def cell(text: str) -> str:
+    """A text as one cell: neither bars nor line ends may split it."""
+    return " ".join(text.replace("|", "\\|").split())
+
+
+def table(head: list[str], rows: list[list[str]], columns: str) -> str:
+    """A table whose columns are aligned as their letters say, l or r; the last letter stands for the rest."""
+    letters = columns + columns[-1] * (len(head) - len(columns))
+    rule = ["---:" if letter == "r" else "---" for letter in letters]
+    return "\n".join(f"| {' | '.join(line)} |" for line in [head, rule, *rows])
 
 
 def _place(result: Data) -> tuple[int, str, str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
-from benchmarks.records import BEST, Data, kind, newest_first, read_folder, run_line, three  # noqa: E402
+from benchmarks.records import BEST, Data, kind, newest_first, read_folder, run_line, table, three  # noqa: E402
 from gemmery.lab.results import OURS, summarise, summarise_row, triton_version  # noqa: E402
 from gemmery.lab.suites import Row  # noqa: E402
 
@@ -299,3 +299,13 @@ def places(results: Sequence[Data]) -> str:
     for result in results:
         lines[run_line(result)] = lines.get(run_line(result), 0) + len(result["rows"])
     return "\n".join(f"- {line}: {count} products." for line, count in lines.items())
+
+
+def page(folder: Path, name: str) -> str:
+    """Everything between the marks of docs/sparse.md or docs/blocks.md, by its name; "" without results."""
+    results = of_page(read(folder), name)
+    if not results:
+        return ""
+    head, lines = page_lines(results, name)
+    columns = "ll" + "r" * (len(head) - 4) + "lr"
+    return "\n\n".join([table(head, lines, columns), ABOUT, places(results)])

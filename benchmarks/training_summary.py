@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.records import Data, read_folder, run_line
+from benchmarks.records import Data, read_folder, run_line, table
 
 LOSS_HEAD = ["tokens × classes × features", "method", "ms", "Liger / this", "MiB", "of the least"]
 LOSS_ABOUT = (
@@ -81,3 +81,21 @@ def places(results: Sequence[Data], *steps: str) -> str:
 def _how(result: Data) -> str:
     """How a result was measured, where the script that is named did not."""
     return f", by {result['how'].removesuffix('.')}" if "how" in result else ""
+
+
+def losses(folder: Path) -> str:
+    """Everything between the marks of docs/training.md; "" without results."""
+    results = read(folder)
+    lines = loss_lines(results)
+    return _text(LOSS_HEAD, lines, "llrrrr", LOSS_ABOUT, places(results, "time-")) if lines else ""
+
+
+def adapters(folder: Path) -> str:
+    """Everything between the marks of docs/adapters.md; "" without results."""
+    results = read(folder)
+    lines = lora_lines(results)
+    return _text(LORA_HEAD, lines, "llrrrrr", LORA_ABOUT, places(results, "lora-time")) if lines else ""
+
+
+def _text(head: list[str], lines: list[list[str]], columns: str, *below: str) -> str:
+    return "\n\n".join([table(head, lines, columns), *below])

@@ -1,12 +1,15 @@
 """A linear layer with a low-rank adapter as one call: `gemmery.lora_linear`.
 
-Forward there are three products: `u = scale * x @ a.T`, thin; `z = u @ b.T + bias`, short along K; and the large one,
-to which its epilogue adds z before it rounds. Backward, `v = scale * g @ b` is thin, `v.T @ x` and `u.T @ g` are the
-gradients of a and b, and that of x is `g @ weight`, to which an epilogue adds `v @ a`. So no sum of two matrices as
-large as x or the result is a pass of its own. Kept for the backward pass are x and u.
+Forward there are two products: `u = scale * x @ a.T`, thin; and the large one, whose kernel adds `u @ b.T` to its
+accumulators. Backward, `v = scale * g @ b` is thin, `v.T @ x` and `u.T @ g` are the gradients of a and b, and that of x
+is `g @ weight`, whose kernel adds `v @ a`. So no matrix as large as x or the result is written and read again. Kept for
+the backward pass are x and u.
 
-u and v are stored transposed, (r, M). Then each thin product has r rows, as that of a few tokens with a weight, and all
-other factors lie in memory as products read them best.
+For high ranks, and where rows must have the same bits in every batch, `u @ b.T` and `v @ a` are products of their own,
+which the epilogue of the large product adds; see `_in_kernel`.
+
+u and v are (r, M), so that each thin product has r rows, as that of a few tokens with a weight. They are stored with
+adjacent elements along r, as threads of the large product load them.
 """
 
 from __future__ import annotations
@@ -17,24 +20,29 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .api import addmm, linear, matmul
+from .api import linear, matmul
 from .dtensors import is_sharded
 from .dtypes import accumulator
 from .epilogues.function import Epilogue
 from .epilogues.library import residual
 from .formats.weight import PackedWeight
-from .operands import DenseOperand, Operand, PackedOperand, rebuild
-from .operands.packed import unpacked
+from .launch.unpacking import unpacked
+from .operands import DenseOperand, Operand, PackedOperand, WithAdapter, rebuild
 from .precision import AskedPrecision, resolved
 from .product.build import weight_operand
 from .product.check import check_not_packed, check_tensor
 from .product.inner import inner_products
 from .product.operator import LIBRARY
+from .product.run import product
 from .product.seen import autocast_dtype, check_forward_mode, in_transform, needs_dispatcher, wants_gradient
+from .product.spec import NONE
+from .product.spec import Options as How
 
 _OP = "lora_linear"
 _TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 RESIDUAL = Epilogue(residual)
+#: The highest rank for which the large product's kernel adds the thin one.
+MOST_RANK = 128
 
 
 def lora_linear(
@@ -102,28 +110,30 @@ def lora_linear(
         x, weight, a, b, bias, lora_x = _lowered(x, weight, a, b, bias, lora_x, operand, dtype)
         given = _given(x, weight, a, b, bias, lora_x, operand)
     _check_types(given)
-    _check_shapes(x, weight, a, b, bias, lora_x)
+    _check_shapes(**given)
     check_forward_mode(_OP, (x, a, b, bias, lora_x))
     if permutation is not None:
         if lora_x is None:
             a = a.index_select(-1, permutation)
         x = x.index_select(-1, permutation)
     how = resolved(precision, x)
-    rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
-    own = None if lora_x is None else lora_x.reshape(rows.shape)
     operand = DenseOperand(weight.mT) if operand is None else operand
-    tensors = rows, a, b, bias, own
     options = Options(float(scale), how, batch_invariant)
     if in_transform() or wants_gradient(operand.tensors):
-        y = _composed(rows, weight, a, b, bias, own, options)
-    elif not needs_dispatcher((*tensors, *operand.tensors)):
-        y, _ = _forward(operand, *tensors, options)
-    elif not needs_dispatcher((*tensors, *operand.tensors), records=False):
-        y = _Recorded.apply(operand, options, *tensors)  # type: ignore[no-untyped-call]
-    else:
+        y = _composed(_rows(x), weight, a, b, bias, _rows(lora_x), options)
+    elif needs_dispatcher((x, a, b, bias, lora_x, *operand.tensors), records=False):
         parts = list(operand.tensors), operand.sizes, operand.text
-        y, _ = torch.ops.gemmery.lora_linear(rows, *parts, a, b, bias, own, *options)
-    return y.reshape(*x.shape[:-1], b.shape[0])
+        y, _ = torch.ops.gemmery.lora_linear(_rows(x), *parts, a, b, bias, _rows(lora_x), *options)
+    elif wants_gradient((x, a, b, bias, lora_x)):
+        return _Recorded.apply(operand, options, x, a, b, bias, lora_x)  # type: ignore[no-untyped-call,no-any-return]
+    else:
+        y, _ = _forward(operand, _rows(x), a, b, bias, _rows(lora_x), options)
+    return y if x.dim() == 2 else y.reshape(*x.shape[:-1], b.shape[0])
+
+
+def _rows(x: Any) -> Any:
+    """A tensor as a matrix (M, K); None where there is none."""
+    return x if x is None or x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
 class Options(NamedTuple):
@@ -156,8 +166,9 @@ def _given(
     x: Tensor, weight: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, lora_x: Tensor | None,
     operand: Operand | None,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """The tensors by name, after a look at what and where they are."""
-    given = {"x": x, "weight": weight, "a": a, "b": b}
+    """The tensors by name, after a look at what and where they are; for a packed weight, one that stands for it."""
+    # Reading a property of a subclass of Tensor takes a microsecond.
+    given = {"x": x, "weight": weight if operand is None else operand.matrix.mT, "a": a, "b": b}
     given |= {name: value for name, value in (("bias", bias), ("lora_x", lora_x)) if value is not None}
     if is_sharded((*given.values(), *(() if operand is None else operand.tensors))):
         raise ValueError(
@@ -167,8 +178,7 @@ def _given(
     for name, value in given.items():
         if name != "weight":
             check_not_packed(_OP, name, value, "the weight")
-        if not isinstance(value, PackedWeight):
-            check_tensor(_OP, name, value)
+        check_tensor(_OP, name, value)
         if value.device != device:
             raise ValueError(
                 f"{_OP}: x is on {x.device} and {name} on {value.device}; they must be on one device"
@@ -201,7 +211,7 @@ def _check_types(given: dict[str, Tensor]) -> None:
 
 
 def _check_shapes(
-    x: Tensor, weight: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, lora_x: Tensor | None
+    x: Tensor, weight: Tensor, a: Tensor, b: Tensor, bias: Tensor | None = None, lora_x: Tensor | None = None
 ) -> None:
     if weight.dim() != 2:
         raise ValueError(f"{_OP}: weight is {tuple(weight.shape)}; it must be (N, K)")
@@ -228,14 +238,14 @@ def _check_shapes(
 
 
 def _thin(factor: Tensor, x: Tensor, scale: float, precision: Any, batch_invariant: bool = False) -> Tensor:
-    """`scale * factor @ x.T`, (r, M)."""
-    made = x.new_empty(factor.shape[0], x.shape[0])
+    """`scale * factor @ x.T`, (r, M), with adjacent elements along r."""
     if batch_invariant:
         # Each row of x is to be a row of a product.
-        rows = matmul(x, factor.mT, precision=precision, batch_invariant=True) * scale
-        return made.copy_(rows.mT)
-    # Of `made` nothing is read: beta is 0.
-    return addmm(made, factor, x.mT, beta=0, alpha=scale, out=made, precision=precision)
+        rows: Tensor = matmul(x, factor.mT, precision=precision, batch_invariant=True) * scale
+        return rows.mT
+    made = x.new_empty(x.shape[0], factor.shape[0]).mT
+    product("addmm", factor, x.mT, None, NONE, made, How(precision=precision), (scale, 0))
+    return made
 
 
 def _forward(
@@ -243,14 +253,48 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The result (M, N), and u (r, M)."""
     scale, precision, batch_invariant = options
-    how: dict[str, Any] = {"precision": precision, "batch_invariant": batch_invariant}
     kind = x.dtype
     with inner_products(x):
         a, b, bias = a.to(kind), b.to(kind), None if bias is None else bias.to(kind)
         u = _thin(a, x if lora_x is None else lora_x, scale, precision, batch_invariant)
-        z = matmul(u.mT, b.mT, bias=bias, **how)
         weight = operand.matrix.mT if operand.is_dense else operand.weight  # type: ignore[attr-defined]  # of a packed one
-        return linear(x, weight, epilogue=RESIDUAL, args=(z,), **how), u
+        how = How(precision=precision, batch_invariant=batch_invariant)  # type: ignore[arg-type]
+        return _sum("linear", x, weight, u, b.mT, bias, None, how), u
+
+
+def _in_kernel(rank: int, how: How) -> bool:
+    """Whether the kernel of the large product adds the thin one.
+
+    For high ranks, its loads from L2 take longer than a product of its own. Kernels differ in the order in which they
+    add.
+    """
+    return rank <= MOST_RANK and not how.batch_invariant
+
+
+def _sum(
+    op: str, x: Tensor, weight: Any, thin: Tensor, factor: Tensor, bias: Tensor | None, out: Tensor | None, how: How
+) -> Tensor:  # fmt: skip
+    """A product of x and a weight, and `thin.T @ factor` and a bias, rounded once.
+
+    Args:
+        thin, factor: (r, M), and (r, N) of any type.
+    """
+    if _in_kernel(len(thin), how):
+        adapted = WithAdapter(x, thin.mT, _short_rows(factor, x.dtype))
+        made: Tensor = product(op, adapted, weight, bias, NONE, out, how)
+        return made
+    z = product("matmul", thin.mT, factor.to(x.dtype), bias, NONE, None, how)
+    # Not to z itself: kernels that may store an element twice could not add to it.
+    made = product(op, x, weight, None, (RESIDUAL, (z,), None, ()), out, how)
+    return made
+
+
+def _short_rows(factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """(r, N) in a type, with adjacent elements along r."""
+    made = factor.mT
+    if made.dtype == dtype and made.is_contiguous():
+        return factor
+    return torch.empty(made.shape, dtype=dtype, device=made.device).copy_(made).mT
 
 
 def _run(
@@ -279,8 +323,8 @@ def _unpacked(operand: Operand) -> Tensor:
 def _backward(
     operand: Operand, grad: Tensor, x: Tensor | None, a: Tensor, b: Tensor, u: Tensor | None, bias: Tensor | None,
     scale: float, precision: AskedPrecision, apart: bool, wanted: list[bool],
-) -> list[Tensor]:  # fmt: skip
-    """Gradients of x, a, b, bias and `lora_x`; those that are not wanted are empty.
+) -> list[Tensor | None]:  # fmt: skip
+    """Gradients of x, a, b, bias and `lora_x`; None for those that are not wanted.
 
     Args:
         x: what a multiplied; not needed without a's gradient.
@@ -295,18 +339,16 @@ def _backward(
         v = _thin(_turned(b, kind), grad, scale, precision) if needs_v else grad.new_empty(0)
         if wanted[2]:
             assert u is not None
-            matmul(u, grad, out=of_b.mT, out_dtype=b.dtype, **how)
+            product("matmul", u, grad, None, NONE, of_b.mT, How(b.dtype, **how))
         if wanted[3]:
             of_bias.copy_(grad.sum(0, dtype=accumulator(kind)))
         if wanted[1]:
             assert x is not None
-            matmul(v, x, out=of_a, out_dtype=a.dtype, **how)
+            product("matmul", v, x, None, NONE, of_a, How(a.dtype, **how))
         if wanted[4]:
             matmul(v.mT, a.to(kind), out=of_lora_x, **how)
         if wanted[0] and not apart:
-            z = matmul(v.mT, a.to(kind), **how)
-            # Not to z itself: kernels that may store an element twice could not add to it.
-            matmul(grad, _unpacked(operand), epilogue=RESIDUAL, args=(z,), out=of_x, **how)
+            _sum("matmul", grad, _unpacked(operand), v, a, None, of_x, How(precision=precision))  # type: ignore[arg-type]
         elif wanted[0]:
             matmul(grad, _unpacked(operand), out=of_x, **how)
     return [of_x, of_a, of_b, of_bias, of_lora_x]
@@ -315,17 +357,18 @@ def _backward(
 def _run_backward(
     grad: Tensor, x: Tensor | None, weight: list[Tensor], sizes: list[int], text: str, *others: Any
 ) -> list[Tensor]:
-    """`_backward`, as the operator has it."""
-    return _backward(rebuild(text, weight, sizes), grad, x, *others)
+    """`_backward`, as the operator has it: gradients that are not wanted are empty."""
+    found = _backward(rebuild(text, weight, sizes), grad, x, *others)
+    return [grad.new_empty(0) if value is None else value for value in found]
 
 
-def _empty(grad: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, wanted: list[bool]) -> list[Tensor]:
-    """The gradients that are wanted, uninitialised; the others are empty."""
+def _empty(grad: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, wanted: list[bool]) -> list[Any]:
+    """The gradients that are wanted, uninitialised; None for the others."""
     x_shape, kind = (grad.shape[0], a.shape[1]), grad.dtype
     shapes: list[Any] = [x_shape, a.shape, b.shape, (b.shape[0],), x_shape]
     types = [kind, a.dtype, b.dtype, kind if bias is None else bias.dtype, kind]
     return [
-        grad.new_empty(shape if needed else 0, dtype=dtype)
+        grad.new_empty(shape, dtype=dtype) if needed else None
         for shape, dtype, needed in zip(shapes, types, wanted, strict=True)
     ]
 
@@ -342,11 +385,12 @@ class _Recorded(torch.autograd.Function):
         ctx: Any, operand: Operand, options: Options, x: Tensor, a: Tensor, b: Tensor, bias: Tensor | None,
         lora_x: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        y, u = _forward(operand, x, a, b, bias, lora_x, options)
+        y, u = _forward(operand, _rows(x), a, b, bias, _rows(lora_x), options)
         # Not the operand, whose tensors autograd would then not free after the backward pass.
         ctx.kind, ctx.options = (operand.text, operand.sizes), options
         _keep(ctx, x, operand.tensors, a, b, bias, lora_x, u, ctx.needs_input_grad[3])
-        return y
+        # Not in torch's sight, which would record it.
+        return y if x.dim() == 2 else y.view(*x.shape[:-1], b.shape[0])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Any:
@@ -355,12 +399,17 @@ class _Recorded(torch.autograd.Function):
         own, a, b, u, *parts = ctx.saved_tensors
         (text, sizes), wanted = ctx.kind, list(ctx.needs_input_grad[2:])
         given = a, b, u, ctx.bias_like, ctx.options.scale, ctx.options.precision, ctx.apart, wanted
+        rows = _rows(grad)
         if torch.is_grad_enabled():
             # Of the operator torch knows that it has no gradient.
-            found = torch.ops.gemmery.lora_backward(grad, own, parts, sizes, text, *given)
+            made = torch.ops.gemmery.lora_backward(rows, _rows(own), parts, sizes, text, *given)
+            found = [value if needed else None for value, needed in zip(made, wanted, strict=True)]
         else:
-            found = _backward(rebuild(text, parts, sizes), grad, own, *given)
-        return None, None, *[value if needed else None for value, needed in zip(found, wanted, strict=True)]
+            found = _backward(rebuild(text, parts, sizes), rows, _rows(own), *given)
+        if grad.dim() != 2:
+            like_x = *grad.shape[:-1], a.shape[1]
+            found = [x.view(like_x) if i in (0, 4) and x is not None else x for i, x in enumerate(found)]
+        return None, None, *found
 
 
 def _keep(
@@ -381,12 +430,12 @@ def _keep(
 def _run_fake(
     x: Tensor, weight: list[Tensor], sizes: list[int], text: str, a: Tensor, b: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape[0], b.shape[0]), x.new_empty(a.shape[0], x.shape[0])
+    return x.new_empty(x.shape[0], b.shape[0]), x.new_empty(x.shape[0], a.shape[0]).mT
 
 
 def _backward_fake(grad: Tensor, *others: Any) -> list[Tensor]:
     _, _, _, _, a, b, _, bias, _, _, _, wanted = others
-    return _empty(grad, a, b, bias, wanted)
+    return [grad.new_empty(0) if x is None else x for x in _empty(grad, a, b, bias, wanted)]
 
 
 def _needs(ctx: Any) -> list[bool]:

@@ -16,10 +16,13 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 
 from gemmery.devices import TABLE
+from gemmery.formats import quantize
 from gemmery.lab.fused_targets import abstract_product
-from gemmery.launch import direct
+from gemmery.launch import bound, direct
 from gemmery.launch.plan import Plan
+from gemmery.launch.unpacking import unpacking
 from gemmery.layout import make_problem
+from gemmery.operands import PackedOperand
 from gemmery.problem import Config
 from gemmery.schedules import bind
 from gemmery.schedules.specialized import SPECIALIZED
@@ -302,6 +305,41 @@ def unknown():
     assert not refused()
 
 
+#: Formats of a weight that is unpacked, by what is checked.
+UNPACKED = {"unpacked scales": ("nf4", {"group_size": 64}), "unpacked channel": ("int8", {})}
+
+
+def same_way_unpacked(name):
+    """The same for a kernel that is no product's, which is kept by the layout of its tensors."""
+    format, options = UNPACKED[name]
+
+    def given(shift=0):
+        weight = quantize(torch.ones(64, 256), format, **options)
+        out = torch.empty(64 * 256 + shift, dtype=torch.bfloat16)[shift:].view(64, 256)
+        return weight, [*PackedOperand(weight).tensors, out]
+
+    weight, first = given()
+    made = unpacking(weight, TABLE["NVIDIA H200"])
+    made.shorten(first)
+    assert made.direct is not None, "there is no short way"
+    compiled = made.compile(first)
+    bindings = []
+
+    def bind():
+        bindings.append(unpacking(weight, TABLE["NVIDIA H200"]))
+        return bindings[-1]
+
+    for count, shift in ((1, 0), (1, 0), (2, 1), (2, 0)):
+        _, tensors = given(shift)
+        LAUNCHES.calls.clear()
+        made.launch(tensors)
+        bound.launch((name,), tensors, bind)
+        ordinary, short = (read(call, made.compile(tensors)) for call in LAUNCHES.calls)
+        assert repr(short) == repr(ordinary), f"{short} is not {ordinary}"
+        assert len(bindings) == count, (shift, len(bindings))
+    assert compiled is made.compile(first)
+
+
 def newer():
     """With a Triton that nobody has read yet, a plan's launches go the ordinary way, and hand over what they always do."""
     config, shape = CASES["pointers"]
@@ -335,6 +373,7 @@ def main():
     found = {}
     checks = {name: lambda name=name: same_way(name) for name in CASES}
     checks |= {name: lambda name=name: same_way_fused(name) for name in FUSED}
+    checks |= {name: lambda name=name: same_way_unpacked(name) for name in UNPACKED}
     checks |= {"hooks": hooks, "unknown": unknown, "newer": newer}
     for name, check in checks.items():
         try:

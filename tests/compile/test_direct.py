@@ -19,7 +19,7 @@ pytestmark = pytest.mark.xdist_group("direct")
 
 CHECKS = (
     "pointers", "odd", "descriptors", "batch", "persistent", "tail", "row", "matrix", "scale", "split", "fused",
-    "packed", "hooks", "unknown", "newer",
+    "packed", "unpacked scales", "unpacked channel", "hooks", "unknown", "newer",
 )  # fmt: skip
 if SPECIALIZED.available():
     CHECKS += ("specialized packed", "specialized scaled")

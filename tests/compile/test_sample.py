@@ -29,6 +29,8 @@ POSED = {
     "sparse": ("sparse_gelu", "bf16", TILE + "-swap"),
     "sparse int4": ("sparse_int4", "bf16", TILE + "-swap"),
     "scaled": ("scaled_blocks", "int8", "64x64x128-g8-w4-s2-tile-pointer"),
+    "adapted": ("adapted_bias", "bf16", TILE),
+    "adapted int4": ("adapted_int4", "bf16", TILE + "-swap"),
     "summed": ("summed_residual", "bf16", "64x32x64-g8-w4-s2-tile-pointer"),
 }
 #: Kernels that only Hopper can run, and only some versions of Triton can compile.
@@ -44,6 +46,54 @@ SUMMED = {
     "packed": ("summed_int4", "16x64x256-g1-w8-s8-specialized-descriptor-k3-swap", 16, "gemm_specialized"),
     "sliced": ("summed_int4", "8x32x128-g1-w8-s3-sliced_k-pointer-k2-swap", 8, "gemm_sliced_k"),
     "pairs": ("summed_swiglu", "16x64x64-g0-w4-s12-cooperative-descriptor-swap", 16, "gemm_any_width"),
+}
+
+#: Of a product of thin matrices that is added: the kernel's instruction for it, and others.
+ADAPTED = {
+    "dense": (
+        "adapted_bias",
+        "256x128x64-g0-w8-s4-cooperative-descriptor-swap",
+        4096,
+        "gemm_any_width",
+        True,
+    ),
+    "turns": ("adapted", "128x128x64-g0-w8-s6-pingpong-descriptor", 4096, "gemm_any_width", True),
+    "packed": (
+        "adapted_nf4",
+        "256x128x64-g0-w8-s5-cooperative-descriptor-swap",
+        4096,
+        "gemm_any_width",
+        True,
+    ),
+    "many parts": (
+        "adapted_int4",
+        "64x64x64-g0-w4-s8-cooperative-descriptor-k2-swap",
+        128,
+        "gemm_any_width",
+        True,
+    ),
+    "with a matrix": (
+        "adapted_residual",
+        "128x176x64-g0-w8-s4-cooperative-descriptor",
+        4096,
+        "gemm_any_width",
+        True,
+    ),
+    "sparse": (
+        "adapted_sparse",
+        "64x128x64-g0-w8-s4-cooperative-descriptor-swap",
+        128,
+        "gemm_any_width",
+        True,
+    ),
+    "specialized": (
+        "adapted_nf4",
+        "256x128x64-g4-w8-s5-specialized-descriptor-swap",
+        4096,
+        "gemm_specialized",
+        True,
+    ),
+    "few rows": ("adapted_int4", "8x32x128-g1-w8-s3-sliced_k-pointer-k2-swap", 8, "gemm_sliced_k", False),
 }
 
 #: Of products that wait for other ranks.
@@ -151,6 +201,24 @@ def test_sums_over_ranks(name):
     check("sm_90", compiled, kernel)
     # Ranks wait in assembly, without a vote: no other shared memory is taken.
     assert "%globaltimer" in compiled.asm["ptx"]
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("name", ADAPTED)
+@pytest.mark.skipif(not specialized.SPECIALIZED.available(), reason="specialised warps need another Triton")
+def test_thin_products_in_registers(name):
+    fused, config, rows, kernel, in_fragments = ADAPTED[name]
+    compiled = compile_posed("sm_90", fused, "bf16", config, rows)
+    took = usage(compiled)
+    assert compiled.metadata.name == kernel
+    assert took.shared <= device_of("sm_90").target.shared
+    # Where a tile ends, as `AnyWidthBinding.harmless_spills` allows it.
+    assert took.spilled <= 136
+    text = compiled.asm["ptx"]
+    assert (
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16" in text
+    ) is in_fragments or kernel == "gemm_sliced_k"
+    assert not serialised(compiled)
 
 
 @pytest.mark.parametrize("name", WAITING)

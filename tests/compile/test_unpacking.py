@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import gemmery
-from gemmery.kernels.unpacking import unpack_weight
 from gemmery.lab.inspection.resources import usage
 from gemmery.lab.targets import TARGETS
-from gemmery.operands.packed import unpacking
+from gemmery.launch.unpacking import unpacking
+from gemmery.operands import PackedOperand
 from tests.compile.compiling import device_of, strictly_for
 
 CASES = {
@@ -20,9 +20,8 @@ CASES = {
 def check(target, format):
     weight = gemmery.quantize(torch.randn(64, 256), format, **CASES[format])
     out = torch.empty(weight.shape, dtype=weight.dtype)
-    _, arguments, constants = unpacking(weight, out, device_of(target))
     with strictly_for(target):
-        compiled = unpack_weight.warmup(*arguments, **constants, grid=(1,))
+        compiled = unpacking(weight, device_of(target)).compile([*PackedOperand(weight).tensors, out])
     assert usage(compiled).spilled == 0
     if target.startswith("sm_"):
         assert "st.global.v4.b32" in set(re.findall(r"\bst\.global\S*", compiled.asm["ptx"]))

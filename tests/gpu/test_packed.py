@@ -16,7 +16,6 @@ from gemmery.formats.base import FORMATS
 from gemmery.formats.packing import pack, runs
 from gemmery.kernels import decoders
 from gemmery.kernels.numerics import INTERPRETED
-from gemmery.operands.packed import DECODERS
 from gemmery.select.space import tiles_of
 from tests.gpu.common import DEVICE, DRY, HALVES, matrix, needs_cuda, rng, size, values, wide
 
@@ -99,7 +98,10 @@ def decoded(format, dtype, part, asm):
     words = (bits << place).sum((1, 3, 4)).flatten()
     words = torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32).to(DEVICE)
     out = torch.empty(2, 256, dtype=dtype, device=DEVICE)
-    function, kind = DECODERS[format.code, format.bits], getattr(tl, str(dtype).removeprefix("torch."))
+    function, kind = (
+        decoders.DECODERS[format.code, format.bits].device,
+        getattr(tl, str(dtype).removeprefix("torch.")),
+    )
     decode_all[(1,)](words, out, function, part, runs(format.order, format.bits), kind, asm)
     return out.cpu(), codes[:, 2 * part : 2 * part + 2].mT
 

@@ -10,6 +10,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import gemmery.nn
 from gemmery.formats import QuantizedTensor
 from gemmery.nn.blocks import PackedGatedMLP
+from gemmery.nn.projections import StackedLinear
 from tests.gpu.common import DEVICE, DRY, needs_cuda
 
 transformers = pytest.importorskip("transformers", minversion="5")
@@ -65,7 +66,8 @@ def test_saved_and_loaded_again_it_has_the_same_bits_and_fused_blocks(family, fo
             plain.get_parameter(name).data = x.dequantize()
     gemmery.nn.swap(again)
     blocks = [x for x in again.modules() if isinstance(x, PackedGatedMLP)]
-    assert len(blocks) == SIZES["num_hidden_layers"]
+    stacks = [x for x in again.modules() if isinstance(x, StackedLinear)]
+    assert len(blocks) == len(stacks) == SIZES["num_hidden_layers"]
     wanted = logits(plain).double()
     for found in (apart, logits(again)):
         assert (found.double() - wanted).norm() <= 0.03 * wanted.norm()

@@ -413,9 +413,7 @@ def test_results_go_to_files():
 
 
 def test_shapes_of_the_user_are_rows_like_those_of_suites(gpu, watch, tmp_path):
-    request = bench.Request(
-        shapes=("96x64x128", "2x16x64x32", "96x64x128"), dtypes=("bf16", "fp16"), json=tmp_path
-    )
+    request = bench.Request(shapes=("96x64x128", "2x16x64x32"), dtypes=("bf16", "fp16"), json=tmp_path)
     one, two = bench.runs(request)
     assert [row.shape for row in one.rows] == ["96×64×128", "2×16×64×32"]
     assert (one.suite, one.path) == ("shapes", tmp_path / "shapes-bf16.json")
@@ -576,6 +574,9 @@ def test_more_steady_rows_are_expected_to_take_longer():
         ([], "give shapes, or a suite"),
         (["--shapes", "96x11008"], "shape is '96x11008'; it must be MxNxK"),
         (["--shapes", "0x64x64"], "M is 0; it must be an integer from 1"),
+        (["--shapes", "٩٦x64x64"], "shape is '٩٦x64x64'; it must be MxNxK"),
+        (["--shapes", "96x64x64,8x8x8,096×64x64"], "shape 96x64x64 is given again, as 096×64x64"),
+        (["--suite", "square", "--steady-rows", "٣"], "'٣' is not a number of rows"),
     ],
 )
 def test_the_command_refuses_what_makes_no_sense(asked, words, message):

@@ -94,18 +94,10 @@ def run(text, words):
     return registers["$0"], registers["$1"]
 
 
-def ptx_of(name, part, dtype, asm):
-    if name in ("e4m3", "e5m2"):
-        if asm >= 89:
-            return decoders.ptx_of_fp8_conversion(part, dtype, -1, name == "e4m3")
-        return decoders.ptx_of_fp8(part, dtype, -1, asm, name == "e4m3")
-    return {
-        "int4": lambda: decoders.ptx_of_nibbles(part, dtype, -1),
-        "int8": lambda: decoders.ptx_of_bytes(part, dtype, -1),
-        "mxfp4": lambda: decoders.ptx_of_e2m1(part, dtype, -1),
-        "nvfp4": lambda: decoders.ptx_of_e2m1(part, dtype, -1),
-        "nf4": lambda: decoders.ptx_of_nf4(part, dtype, -1),
-    }[name]()
+def ptx_of(format, part, dtype, asm):
+    if format.name in ("e4m3", "e5m2") and asm < 89:
+        return decoders.ptx_of_fp8(part, dtype, -1, asm, format.name == "e4m3")
+    return decoders.DECODERS[format.code, format.bits].assembly(part, dtype, -1)
 
 
 @pytest.mark.parametrize("asm", [80, 90])
@@ -127,7 +119,7 @@ def test_ptx_gives_the_numbers_of_a_packed_weight(name, dtype, asm):
         for half in (0, 1):
             pair = [word & BITS32 for word in words[lane, half].tolist()]
             for part in range(16 // format.bits):
-                found = run(ptx_of(name, part, kind, asm), pair)
+                found = run(ptx_of(format, part, kind, asm), pair)
                 for which in (0, 1):
                     column = 2 * q + 8 * (2 * part + which)
                     own = values[codes[g + 8 * half, column : column + 2].long()] * 2.0 ** -powers[which]

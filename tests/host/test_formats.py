@@ -31,6 +31,7 @@ from gemmery.formats.decode import rounded_sum
 from gemmery.formats.quantize import nearest
 from gemmery.formats.tensor import LARGEST_SCALE, LIMITED_CODES
 from gemmery.kernels import decoders
+from gemmery.kernels.decoders import DECODERS
 from gemmery.operands import packed
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -152,8 +153,8 @@ def test_a_format_without_a_decoder_has_no_kernel(monkeypatch):
 
 
 def test_every_format_has_a_decoder_and_a_rule():
-    assert {(format.code, format.bits) for format in FORMATS.values()} == packed.DECODERS.keys()
-    assert ORDERS.keys() == packed.DECODERS.keys()
+    assert {(format.code, format.bits) for format in FORMATS.values()} == DECODERS.keys()
+    assert ORDERS.keys() == DECODERS.keys()
     assert all(quantize(torch.ones(16, 128), name).format is format for name, format in FORMATS.items())
 
 

@@ -192,7 +192,8 @@ def test_transforms(format):
     a = others["a"].detach()
     found = torch.func.grad(loss)(a, x.detach())
     a.requires_grad_()
-    torch.testing.assert_close(found, torch.autograd.grad(loss(a, x), a)[0], rtol=2e-2, atol=2e-2)
+    # Separate products round what the layer's own kernel does not.
+    assert (torch.autograd.grad(loss(a, x), a)[0] - found).float().norm() < 2e-2 * found.float().norm()
     each = torch.func.vmap(torch.func.grad(loss), (None, 0))(a.detach(), x.detach().unsqueeze(1))
     assert (each.sum(0) - found).float().norm() < 2e-2 * found.float().norm()
 

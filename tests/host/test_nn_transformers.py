@@ -17,6 +17,7 @@ from gemmery.formats import QuantizedTensor
 from gemmery.formats.files import texts_of_file
 from gemmery.nn import Experts, QuantizedLinear
 from gemmery.nn.blocks import FusedGatedMLP, PackedGatedMLP
+from gemmery.nn.packed import PackedLinear
 
 transformers = pytest.importorskip("transformers", minversion="5")
 # It needs transformers, of which the line above makes sure.
@@ -40,6 +41,7 @@ MODELS = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", TINY),
     "llama-bias": ("LlamaConfig", "LlamaForCausalLM", TINY | {"mlp_bias": True}),
     "llama-tied": ("LlamaConfig", "LlamaForCausalLM", TINY | {"tie_word_embeddings": True}),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", TINY),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", TINY),
     "gemma": ("GemmaConfig", "GemmaForCausalLM", TINY),
     "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", TINY),
@@ -48,7 +50,7 @@ MODELS = {
     "gpt-oss": ("GptOssConfig", "GptOssForCausalLM", MIXTURE),
 }
 #: Those with blocks that swap fuses.
-GATED = ("llama", "llama-bias", "qwen3", "gemma", "gemma3")
+GATED = ("llama", "llama-bias", "qwen2", "qwen3", "gemma", "gemma3")
 FORMATS = ("int4", "nf4", "e4m3", "mxfp4")
 
 
@@ -64,9 +66,11 @@ def stored(tmp_path_factory):
             torch.manual_seed(0)
             fresh = cls(getattr(transformers, config)(**sizes)).bfloat16()
             with torch.no_grad():
-                for parameter in fresh.parameters():
+                for key, parameter in fresh.named_parameters():
                     if parameter.dim() > 1:
                         parameter.mul_(4)
+                    elif key.endswith("_proj.bias"):
+                        parameter.add_(torch.randn_like(parameter) / 4)
             made[name] = tmp_path_factory.mktemp(name)
             fresh.save_pretrained(made[name])
         return cls, made[name]
@@ -295,6 +299,7 @@ def test_a_swapped_model_has_fused_blocks(name, format, stored, tmp_path):
     mlp = model.model.layers[0].mlp
     assert isinstance(mlp, PackedGatedMLP)
     assert mlp.gate_up_proj.weight.shape == (192, 64)
+    assert model.model.layers[0].self_attn.qkv_proj.weight.shape == (128, 64)
     assert set(model.state_dict()) == names
     for expected in (apart, logits(plain)):
         scale = expected.float().abs().max()
@@ -307,7 +312,7 @@ def test_a_swapped_model_has_fused_blocks(name, format, stored, tmp_path):
 
 
 @pytest.mark.parametrize("swapped", [False, True])
-@pytest.mark.parametrize("name", ["llama-bias", "gpt2", "mixtral", "gpt-oss"])
+@pytest.mark.parametrize("name", ["llama-bias", "qwen2", "gpt2", "mixtral", "gpt-oss"])
 def test_the_way_back(name, swapped, stored, tmp_path):
     cls, folder = stored(name)
     plain = cls.from_pretrained(folder)
@@ -327,7 +332,7 @@ def test_the_way_back(name, swapped, stored, tmp_path):
         torch.testing.assert_close(found[key], x, rtol=0.02, atol=0.02 * x.abs().max().item())
         if key in want and want[key].dim() == 2:
             assert found[key].equal(want[key].t() if name == "gpt2" else want[key])
-    kinds = (QuantizedLinear, PackedGatedMLP, Experts)
+    kinds = (PackedLinear, PackedGatedMLP, Experts)
     assert not any(isinstance(x, kinds) for x in model.modules())
     if not swapped:
         assert [type(x) for x in model.modules()] == [type(x) for x in plain.modules()]

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 import gemmery
-from benchmarks import readme_tables, records
+from benchmarks import records, suite_tables
 from gemmery.formats import quantize
 from gemmery.lab import bench, libraries, peers, suites
 from gemmery.lab import inputs as inputs_of
@@ -369,21 +369,21 @@ def test_fused_products_are_compared_with_bare_ones(measured):
         "dtype": "bf16",
         "triton": "3.6.0",
     }
-    text = "\n".join(readme_tables.lowbit([result]))
+    text = "\n".join(suite_tables.lowbit([result]))
     assert "| fused | bare | burst | 110.0 | 100.0 | **1.100** |" in text
     assert "Fused / bare, burst: 1.100 in the geometric mean, 1.100 at most." in text
-    text = "\n".join(readme_tables.lowbit([result | {"triton": "3.9.0"}]))
+    text = "\n".join(suite_tables.lowbit([result | {"triton": "3.9.0"}]))
     assert "| fused | bare | burst, Triton 3.9 | 110.0 | 100.0 | **1.100** |" in text
     assert "Fused / bare, burst, Triton 3.9: 1.100 in the geometric mean" in text
 
 
 def test_both_files_have_the_tables(measured, tmp_path):
     (result,) = records.read_results(tmp_path)
-    summary = readme_tables.summary([result])
+    summary = suite_tables.summary([result])
     assert "| torch | **1.877** | 1.818 | 1.818 (fused alone) |" in summary
     version = ".".join(result["triton"].split(".")[:2])
     assert f"| fused | bare | burst{'' if version == '3.6' else f', Triton {version}'} |" in summary
-    rows = readme_tables.every_row([result])
+    rows = suite_tables.every_row([result])
     assert "## lowbit_fused, bf16" in rows
     assert "| fused alone | 24×32×256 |" in rows
 
@@ -401,7 +401,7 @@ def test_formats_are_set_beside_int4():
         "suite": "lowbit_formats", "dtype": "bf16", "triton": "3.9.0", "ours": "gemmery", "peers": ["cublas"],
         "protocol": {"regimes": ["burst"]}, "rows": rows,
     }  # fmt: skip
-    heading, _, first, second = readme_tables.lowbit([result])[0].splitlines()
+    heading, _, first, second = suite_tables.lowbit([result])[0].splitlines()
     assert heading == "| weights, 8192 × 8192 | regime | M = 16 | M = 64 |"
     assert first == "| int4 | burst, Triton 3.9 | 20.0, 2.20 | 22.0, 2.00 |"
     assert second == "| nf4 | burst, Triton 3.9 | 23.0, 1.91, +15% | – |"

@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 
-from benchmarks import plots, readme_tables, records
+from benchmarks import plots, readme_tables, records, suite_tables
 from gemmery.lab import suites
 from gemmery.lab.peers import Unsuited, cublas, gemmery_call
 from tests.host.simulated import on, suite
@@ -116,7 +116,7 @@ def test_the_readme_has_few_lines_with_the_newest_triton_first():
         ratios_of("decode", [1.25], "3.10.0"), ratios_of("decode", [1.5], "3.9.0"),
         ratios_of("square", [9.0]), ratios_of("decode", [9.0], "3.9.0", tuned=True),
     ]  # fmt: skip
-    head, llm, decode = table(readme_tables.few_lines(data))
+    head, llm, decode = table(suite_tables.few_lines(data))
     assert head == ["products and peer", "Triton 3.10", "Triton 3.9", "Triton 3.6", "rows"]
     assert llm[1:] == ["", "", "**1.00** · 0.92 · 0.90", "3"]
     assert decode[1:] == [
@@ -129,7 +129,7 @@ def test_the_readme_has_few_lines_with_the_newest_triton_first():
 
 def test_random_products_come_first_and_take_all_seeds_together():
     data = [ratios_of(group.suites[0], [1.0]) for group in records.GROUPS if group.regime == "burst"]
-    first = [line[0] for line in table(readme_tables.few_lines(data))[1:]]
+    first = [line[0] for line in table(suite_tables.few_lines(data))[1:]]
     assert len(first) == records.MOST_GROUPS
     assert (
         first == [group.title for group in records.GROUPS if group.regime == "burst"][: records.MOST_GROUPS]
@@ -137,9 +137,9 @@ def test_random_products_come_first_and_take_all_seeds_together():
     grouped = [name for group in records.GROUPS for name in group.suites]
     assert grouped[: len(suites.RANDOM)] == list(suites.RANDOM)
     more = ratios_of("random_decode", [0.5, 0.5, 0.5], drawn=7)
-    line = table(readme_tables.few_lines([*data, more]))[1]
+    line = table(suite_tables.few_lines([*data, more]))[1]
     assert line[1:] == ["**0.59** · 0.50 · 0.50", "4"]
-    assert [one[0] for one in table(readme_tables.few_lines([*data, more]))[1:]] == first
+    assert [one[0] for one in table(suite_tables.few_lines([*data, more]))[1:]] == first
 
 
 def test_suites_of_one_kind_of_random_product_are_one_line():
@@ -151,7 +151,7 @@ def test_suites_of_one_kind_of_random_product_are_one_line():
     data[0]["rows"][0]["summary"]["burst"]["ratio"]["compile"] = {"median": 0.6}
     for one in data[2:]:
         one["dtype"] = "mixed"
-    fused, fp8 = table(readme_tables.few_lines(data))[1:]
+    fused, fp8 = table(suite_tables.few_lines(data))[1:]
     assert fused[1:] == ["**0.95** · 0.72 · 0.60", "3"]
     assert fp8[1:] == ["**1.00** · 0.65 · 0.50", "2"]
 
@@ -161,7 +161,7 @@ def test_groups_are_of_suites_and_take_the_best_peer():
     data = ratios_of("fused", [1.2, 1.2])
     data["peers"].append("compile")
     data["rows"][0]["summary"]["burst"]["ratio"]["compile"] = {"median": 0.9}
-    assert table(readme_tables.few_lines([data]))[1][1].startswith("**1.04**")
+    assert table(suite_tables.few_lines([data]))[1][1].startswith("**1.04**")
 
 
 def test_every_row_is_there(results):
@@ -232,7 +232,7 @@ def test_the_readme_is_about_one_gpu():
 )
 def test_parts_have_bars_of_their_own(ratio, regime, dtype, small, mid):
     lines = {
-        line[0]: line for line in readme_tables.summary_rows(result("decode", bool, ratio, dtype, regime))
+        line[0]: line for line in suite_tables.summary_rows(result("decode", bool, ratio, dtype, regime))
     }
     assert {name: line[-1] for name, line in lines.items()} == {
         "decode": "", "decode small": small, "decode mid": mid,
@@ -245,7 +245,7 @@ def test_bars_are_about_the_best_of_several_peers():
     for row in data["rows"]:
         ratios = row["summary"]["burst"]["ratio"]
         ratios["compile"] = ratios["cublas"] | {"median": 0.9 if row["M"] < 4096 else 1.5}
-    lines = readme_tables.summary_rows(data)
+    lines = suite_tables.summary_rows(data)
     assert [(line[1], line[-1]) for line in lines[:2]] == [("cublas", ""), ("compile", "")]
     small = [row["M"] < 4096 for row in data["rows"]]
     mean = math.prod(0.9 if is_small else 1.2 for is_small in small) ** (1 / len(small))
@@ -259,19 +259,19 @@ def test_bars_are_about_the_best_of_several_peers():
 def test_a_worst_row_can_miss_a_bar():
     data = result("square", bool, 1.2)
     data["rows"][3]["summary"]["burst"]["ratio"]["cublas"]["median"] = 0.95
-    ((*_, worst, _, _, _, verdict),) = readme_tables.summary_rows(data)
+    ((*_, worst, _, _, _, verdict),) = suite_tables.summary_rows(data)
     assert worst == "0.950 (3072)"
     assert verdict == "≥ 1.01, 0.96: **missed**"
 
 
 def test_tuned_results_are_named_so_and_meet_no_bar():
-    ((*_, kind, _, _, verdict),) = readme_tables.summary_rows(result("square", bool, 1.2) | {"tuned": True})
+    ((*_, kind, _, _, verdict),) = suite_tables.summary_rows(result("square", bool, 1.2) | {"tuned": True})
     assert (kind, verdict) == ("bf16, tuned", "")
 
 
 def test_parts_of_which_nothing_was_measured_are_not_shown():
     data = result("decode", lambda row: row.M == 1, 1.0)
-    assert [line[0] for line in readme_tables.summary_rows(data)] == ["decode", "decode small"]
+    assert [line[0] for line in suite_tables.summary_rows(data)] == ["decode", "decode small"]
 
 
 @pytest.mark.parametrize(
@@ -280,7 +280,7 @@ def test_parts_of_which_nothing_was_measured_are_not_shown():
 )
 def test_a_bar_is_not_met_by_some_rows(regime, ratio, verdict):
     some = result("square", lambda row: row.M > 4096, ratio, regime=regime)
-    ((*_, count, shown),) = readme_tables.summary_rows(some)
+    ((*_, count, shown),) = suite_tables.summary_rows(some)
     assert count == f"{len(some['rows'])} of {len(suites.load('square'))}"
     assert shown == f"≥ 1.01, 0.96: {verdict}"
 
@@ -309,7 +309,7 @@ def test_rows_with_rounds_in_two_groups_are_named(results):
     assert readme_tables.main(options) == 0
     square = rows.read_text().split("## ")[1]
     _, small, batched, _ = table(square)
-    assert small[0] == f"small {readme_tables.TWO}"
+    assert small[0] == f"small {suite_tables.TWO}"
     assert "110.0 (100.0–112.0)" in small
     assert batched[0] == "batched"
     assert "two groups, burst: small (2 at 100.0–101.0 µs, 3 at 110.0–112.0 µs)." in square
@@ -320,7 +320,7 @@ def test_times_of_models_belong_to_their_ratios():
         "name": "block", "held_bytes": {"gemmery": 3 << 20},
         "times": {"gemmery": [1.0, 2.0, 3.0], "eager": [1.3, 2.2, 2.7], "compile": [1.0, 1.0, 1.0]},
     }  # fmt: skip
-    ours, eager, compiled = readme_tables.model_rows(entry)
+    ours, eager, compiled = suite_tables.model_rows(entry)
     assert ours == ["block", "gemmery", "", "2 s", "", "3 MiB"]
     assert eager == ["", "eager", "1.100 (0.900–1.300)", "2.2 s", "2 s", ""]
     assert compiled[2:5] == ["0.500 (0.333–1.000)", "1 s", "2 s"]
@@ -407,7 +407,8 @@ def test_compiled_blocks():
          "count": 1},
     ]  # fmt: skip
     entry = {
-        "name": "a block", "products": products, "added": {"x": 0.5, "y": 1.25},
+        "name": "a block", "products": products, "first_call": {"torch": 10.0, "gemmery": 10.5},
+        "added": {"x": {"precompile": 0.5, "benchmark": 0.1}, "y": {"precompile": 1.25, "benchmark": 0.0}},
         "rounds": [{"torch": 2e-6, "gemmery": 1e-6}, {"torch": 3e-6, "gemmery": 2e-6}, {"torch": 1e-6, "gemmery": 2e-6}],
     }  # fmt: skip
     result = {
@@ -417,9 +418,10 @@ def test_compiled_blocks():
         "from_log": [{**products[1], "op": "mm"}],
     }
     del result["from_log"][0]["count"]
-    assert compiled_summary.lines([result]) == [
-        ["a block", "**1.500** (0.500–2.000)", "2.0", "2.0", "1 of 3", "1.25 s"]
-    ]
+    line = ["a block", "**1.500** (0.500–2.000)", "2.0", "2.0", "1 of 3", "1.25", "0.10", "0.25"]
+    assert compiled_summary.lines([result]) == [line]
+    del entry["first_call"], entry["added"]["y"]["precompile"]
+    assert compiled_summary.lines([result]) == [[*line[:5], "", "0.10", ""]]
     assert compiled_summary.product_lines([result]) == [
         ["addmm, 8 × 16 × 32", "2.0", "3.0", "2.5", "1 of 2"],
         ["mm, 8 × 16 × 32", "2.0", "1.0", "9.0", "0 of 1"],

@@ -95,20 +95,52 @@ def test_gradients():
     torch.testing.assert_close(found, (x.grad, weight.grad), rtol=5e-3, atol=5e-3)
 
 
-@pytest.mark.parametrize("ours", [1.0, 3.0, math.inf])
+@pytest.mark.parametrize("ours", [1.0, 1.95, 1.97, 3.0, math.inf])
 def test_the_fastest_is_chosen_and_its_time_shown(ours, monkeypatch, capfd):
-    """Whatever the times are: here they are given, in milliseconds."""
+    """Whatever the times are: here they are given, in milliseconds. gemmery must be faster by more than a margin."""
     times = {"gemmery_mm": ours, "mm": 2.0}
     monkeypatch.setattr(ExternKernelCaller, "benchmark", lambda self, *_, **__: times[self.name])
     a, b, _, _ = operands(m=24)
     used = offers()["mm", (24, 32, 48)].used if ("mm", (24, 32, 48)) in offers() else 0
     _, code = compiled(mm, a, b)
-    assert ("gemmery_mm" in code) is (ours < 2)
+    is_faster = ours < 1.96
+    assert ("gemmery_mm" in code) is is_faster
     offer = offers()["mm", (24, 32, 48)]
     assert offer.times == {"gemmery_mm": ours / 1e3, "mm": 2.0 / 1e3}
-    assert offer.used == used + (ours < 2)
+    assert offer.used == used + is_faster
     assert f"gemmery_mm {ours * 1e3:.1f} µs, mm 2000.0 µs" in str(offer)
     assert math.isinf(ours) or f"gemmery_mm {ours:.4f} ms" in capfd.readouterr().err
+
+
+def test_the_first_time_of_torch_may_be_wrong(monkeypatch):
+    """It is measured again, in turn with gemmery. The second product has its times from Inductor's cache."""
+    rest = {"gemmery_mm": iter((3.0, 2.9)), "mm": iter((9.0, 2.5, 2.0))}
+    monkeypatch.setattr(ExternKernelCaller, "benchmark", lambda self, *_, **__: next(rest[self.name]))
+    a, b, _, _ = operands(m=56)
+    _, code = compiled(lambda a, b, c: (torch.mm(a, b), torch.mm(c, b)), a, b, a * 2)
+    assert "gemmery_mm" not in code
+    offer = offers()["mm", (56, 32, 48)]
+    assert offer.times == pytest.approx({"gemmery_mm": 2.9e-3, "mm": 2e-3})
+    assert (offer.count, offer.used) == (2, 0)
+
+
+@pytest.mark.parametrize(("mm_again", "other"), [(5.0, 1.0), (1.0, 5.0), (5.0, 5.0)])
+def test_each_of_torchs_kernels_is_measured_again(mm_again, other, monkeypatch):
+    """Some biases are added by another kernel of torch; no time is that of the first measurement."""
+    kernels = {
+        name: ExternKernelCaller.__new__(ExternKernelCaller) for name in ("addmm", "bias_addmm")
+    } | {"gemmery_addmm": choice._Caller.__new__(choice._Caller)}  # fmt: skip
+    for name, one in kernels.items():
+        one.name = name
+    ours = kernels["gemmery_addmm"]
+    ours.torchs = [kernels["addmm"], kernels["bias_addmm"]]
+    ours.record = gemmery.compile.Offer("addmm", (8, 8, 8), torch.bfloat16, ((8, 1), (8, 1)))
+    times = {"addmm": mm_again, "bias_addmm": other, "gemmery_addmm": 2.0}
+    monkeypatch.setattr(ExternKernelCaller, "benchmark", lambda self, *_, **__: times[self.name])
+    found = {kernels["addmm"]: 3.0, kernels["bias_addmm"]: 3.0, ours: ours.benchmark(out=None)}
+    choice.measured(found)
+    assert [found[one] for one in kernels.values()] == pytest.approx([mm_again, other, 2.04])
+    assert ours.record.times == pytest.approx({name: x / 1e3 for name, x in times.items()})
 
 
 def _declined():

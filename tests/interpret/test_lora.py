@@ -1,12 +1,18 @@
 """A linear layer with an adapter through the interpreter, and the kernel that unpacks its weight."""
 
 import gc
+import sys
+from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
 
 import gemmery
-from gemmery.operands.packed import unpacked
+from gemmery.launch import bound
+from gemmery.launch.bound import Bound
+from gemmery.launch.unpacking import unpacked
+from gemmery.product import cache, compute
 from tests.lora import CASES, WEIGHTS, errors, inputs
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
@@ -85,3 +91,52 @@ def test_an_unpacked_weight_has_the_bits_that_it_stands_for(format, options, dty
         weight = gemmery.quantize(torch.randn(shape), format, dtype=dtype, **options)
         assert torch.equal(unpacked(weight), weight.dequantize()), shape
     assert unpacked(gemmery.quantize(torch.randn(0, 64), format, dtype=dtype, **options)).shape == (0, 64)
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Counts launches the short way, which compute nothing, so that only the host's work is left."""
+    counted, prepare = Counter(), compute.prepare
+
+    def launch(*given):
+        counted["launches"] += 1
+        return True
+
+    def prepared(call, out):
+        known = prepare(call, out)
+        known.plan.direct, known.plan.run = launch, lambda *given: None
+        return known
+
+    monkeypatch.setattr(compute, "prepare", prepared)
+    monkeypatch.setattr(Bound, "shorten", lambda self, tensors: setattr(self, "direct", launch))
+    monkeypatch.setattr(Bound, "launch", lambda self, tensors: None)
+    monkeypatch.setattr(bound, "_known", {})
+    cache.forget()
+    yield counted
+    # The plans do not launch anything.
+    cache.forget()
+
+
+@pytest.mark.parametrize(("format", "most"), [("dense", 90), ("nf4", 108)])
+def test_a_repeated_step_takes_few_python_calls(launches, format, most):
+    """Of gemmery's functions: each takes the host a microsecond, or two where autograd's thread runs it."""
+    x, weight, others = inputs((3, 8), 64, 192, 16, BF16, format=format)
+    up, calls = torch.randn(3, 8, 64).bfloat16(), Counter()
+
+    def step():
+        return torch.autograd.grad(gemmery.lora_linear(x, weight, **others), [x, *others.values()], up)
+
+    def count(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(str(Path(gemmery.__file__).parent)):
+            calls[frame.f_code.co_name] += 1
+
+    step()
+    launches.clear()
+    sys.setprofile(count)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    # None goes another way than the shortest.
+    assert launches["launches"] == calls["launch"] >= 6
+    assert calls.total() <= most, calls.most_common()

@@ -12,7 +12,7 @@ from .products import SIZES
 
 
 def _steady_rows(text: str) -> str:
-    if text != "all" and not text.isdecimal():
+    if text != "all" and not (text.isascii() and text.isdigit()):
         raise typer.BadParameter(f"{text!r} is not a number of rows; give a number, or 'all'")
     return text
 

@@ -56,6 +56,6 @@ def batch_sizes(given: list[str] | None) -> list[int]:
 
 
 def _size(word: str) -> int:
-    if not word.isdigit():
+    if not (word.isascii() and word.isdigit()):
         raise ValueError(f"batch contains {word!r}; give integers separated by commas, such as 8,16")
     return int(word)

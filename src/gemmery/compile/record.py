@@ -25,8 +25,9 @@ class Offer:
         times: what Inductor measured, in seconds, by the name of the choice; infinite where one failed. Empty if it did
             not measure, because there was a single choice.
         count: how many products of this kind were compiled.
-        used: how many of them call gemmery. If it is the fastest and still not used, a Triton template with the
-            operators behind the product was faster than gemmery and a further kernel.
+        used: how many of them call gemmery. If it is the fastest and still not used, it is so by less than the margin,
+            or a Triton template with the operators behind the product was faster than gemmery and a further kernel.
+        again: the times of torch's kernels, measured in turn with gemmery's; empty if Inductor's cache had the times.
     """
 
     op: str
@@ -36,6 +37,7 @@ class Offer:
     times: dict[str, float] = field(default_factory=dict)
     count: int = 0
     used: int = 0
+    again: dict[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
         """The product, gemmery's time and that of the fastest other choice, and how often gemmery is used."""

@@ -17,6 +17,7 @@ from ..nn.experts import Experts
 from ..nn.hugging_face import FusedExperts
 from ..nn.mlp import MLP, GatedMLP
 from ..nn.packed import PackedLinear
+from ..nn.projections import StackedPart
 from .overlap import GathersInput, ScattersOutput, SumsOutput, overlapping
 from .weights import distribute_weight
 
@@ -253,7 +254,16 @@ def _summed_over(
 def _shard(
     layer: Layer, mesh: DeviceMesh, placements: tuple[Placement, Placement], src_data_rank: int | None
 ) -> None:
-    """Replace a layer's parameters by sharded ones."""
+    """Replace a layer's parameters by sharded ones.
+
+    Raises:
+        ValueError: the layer is one packed weight with others.
+    """
+    if isinstance(layer, StackedPart):
+        raise ValueError(
+            f"the layer is one packed weight with {' and '.join(layer.others)}, which can't be sharded; shard the "
+            "model before gemmery.nn.swap, or call that with fuse=False"
+        )
     of_weight, of_bias = placements
     layer.weight = _sharded(layer.weight, mesh, of_weight, src_data_rank)
     if layer.bias is not None:

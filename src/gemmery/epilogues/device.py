@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import inspect
 import linecache
 import re
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from .device_function import device_functions
@@ -87,6 +90,13 @@ class _Name(str):
 
     def __repr__(self) -> str:
         return str(self)
+
+
+@functools.cache
+def digest(*modules: ModuleType) -> str:
+    """A digest of a kernel's files, since Triton does not notice changes in functions that write assembly."""
+    files = b"".join(Path(inspect.getfile(each)).read_bytes() for each in modules)
+    return hashlib.sha256(files).hexdigest()[:16]
 
 
 def compiled(source: str, space: dict[str, Any]) -> Any:

@@ -13,7 +13,7 @@ The arithmetic is that of `kernels.packed`, so a weight has the same bits in all
 import itertools
 import struct
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import triton.language as tl
 
@@ -26,17 +26,6 @@ STEP, PIECES = 64, 4
 STRIP = 16
 #: The GPU whose assembly this is.
 ARCH = 90
-
-
-#: What writes a decoder's assembly, by `StageFormat.code` and bits. Other weights take no tiles of any width.
-DECODERS: dict[tuple[str, int], Any] = {
-    ("int", 4): decoders.ptx_of_nibbles,
-    ("int", 8): decoders.ptx_of_bytes,
-    ("e2m1", 4): decoders.ptx_of_e2m1,
-    ("nf4", 4): decoders.ptx_of_nf4,
-    ("e4m3", 8): lambda part, dtype, wait: decoders.ptx_of_fp8_conversion(part, dtype, wait, True),
-    ("e5m2", 8): lambda part, dtype, wait: decoders.ptx_of_fp8_conversion(part, dtype, wait, False),
-}
 
 
 class StageFormat(NamedTuple):
@@ -301,7 +290,7 @@ def unpacked(format: StageFormat, kind: str, own: int, piece: int) -> str:
     """Assembly that unpacks a thread's share of one of a step's pieces, see `pieces_of`, of each 64 rows."""
     block, part = divmod(piece, PIECES // format.blocks)
     # Two words are in $2 and $3, pairs of numbers come in $0 and $1. No wait: the loop has its own.
-    text = DECODERS[format.code, format.bits](part, _dtype(kind), -1)
+    text = decoders.DECODERS[format.code, format.bits].assembly(part, _dtype(kind), -1)
     lines = []
     for i in range(own):
         registers = pieces_of(i, piece)

@@ -33,6 +33,9 @@ decoder's results. tests/compile checks the order in the code.
 """
 
 import struct
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -527,3 +530,26 @@ def decode_nf4(
     else:
         first, second = codes_of(words, PART, 4, RUNS)
         return cast(from_nf4(first), DTYPE), cast(from_nf4(second), DTYPE)
+
+
+class Decoder(NamedTuple):
+    """How kernels decode a kind of code.
+
+    Attributes:
+        device: the decoder, a `@triton.jit` function as above.
+        assembly: writes its PTX of a part, for tiles of any width; takes part, dtype and wait.
+    """
+
+    device: Any
+    assembly: Callable[[int, tl.dtype, int], str]
+
+
+#: By `Format.code` and bits, which distinguish the two kinds of integers.
+DECODERS = {
+    ("int", 4): Decoder(decode_int4, ptx_of_nibbles),
+    ("int", 8): Decoder(decode_int8, ptx_of_bytes),
+    ("e2m1", 4): Decoder(decode_e2m1, ptx_of_e2m1),
+    ("nf4", 4): Decoder(decode_nf4, ptx_of_nf4),
+    ("e4m3", 8): Decoder(decode_e4m3, partial(ptx_of_fp8_conversion, e4m3=True)),
+    ("e5m2", 8): Decoder(decode_e5m2, partial(ptx_of_fp8_conversion, e4m3=False)),
+}

@@ -300,20 +300,23 @@ def runs(request: Request) -> list[Run]:
 
 
 def rows_of(shapes: Sequence[str]) -> list[Row]:
-    """Rows of sizes that a user gives as texts, each once: products of a Linear, or batches of them.
+    """Rows of sizes that a user gives as texts: products of a Linear, or batches of them.
 
     Raises:
-        ValueError: a text is of another form, or a size is one that no kernel takes.
+        ValueError: a text is of another form, a size is one that no kernel takes, or two texts have the same sizes.
     """
-    rows = []
-    for text in dict.fromkeys(shapes):
+    rows: list[Row] = []
+    for text in shapes:
         *batch, M, N, K = sizes(text)
         check_sizes(M, N, K, batch)
         if len(batch) > len(suites.BATCH_NAMES):
             raise ValueError(
                 f"shape is {text!r}; it must have at most {len(suites.BATCH_NAMES)} sizes before M, N and K"
             )
-        rows.append(Row(text, M, N, K, batch=tuple(batch)))
+        row = Row(text, M, N, K, batch=tuple(batch))
+        if same := [one.name for one in rows if one.shape == row.shape]:
+            raise ValueError(f"shape {same[0]} is given again, as {text}; give each shape once")
+        rows.append(row)
     return rows
 
 

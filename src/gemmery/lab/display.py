@@ -45,10 +45,11 @@ class Display(AbstractContextManager["Display"]):
             title=f"{self.result.suite}, {self.result.dtype}, {header['gpu']}, {header['commit']}",
             caption="a ratio is a peer's time / ours, with its spread over the rounds; – where a peer is left out",
         )
-        table.add_column("row")
-        table.add_column("M×N×K")
+        # A narrow terminal shows cells in several lines, and no cell cut off.
+        table.add_column("row", overflow="fold")
+        table.add_column("M×N×K", overflow="fold")
         for heading in self._headings():
-            table.add_column(heading, justify="right")
+            table.add_column(heading, justify="right", overflow="fold")
         return table
 
     def _headings(self) -> list[str]:

@@ -26,7 +26,7 @@ from ..formats.sparse import SparseTensor, padded
 from ..formats.tensor import QuantizedTensor
 from ..kernels import pointwise
 from ..nn.feed_forward import Differentiable
-from ..operands import Arrivals, ArrivingRows, Exchange, Groups, SummedOver
+from ..operands import Arrivals, ArrivingRows, Exchange, Groups, SummedOver, WithAdapter
 from ..operands.summed import places_of
 from ..problem import Problem
 from ..product import prepare, vjp
@@ -85,6 +85,7 @@ class Fused:
         ranks: over how many GPUs the product is summed, or its rows come from.
         spread: what of several ranks the product is: their "sum", of "all rows", of "all rows, own apart", where those
             of a rank lie apart, or of the "own rows" of a sum.
+        adapter: the rank of an adapter whose thin product is added, or 0.
         aligned: whether only sizes that suit all loads are compiled: odd ones are refused, or spill somewhere.
     """
 
@@ -103,6 +104,7 @@ class Fused:
     step: int = 0
     ranks: int = 1
     spread: str = "sum"
+    adapter: int = 0
     aligned: bool = False
 
 
@@ -152,6 +154,12 @@ FUSED: dict[str, Fused] = {
         library.residual, ("matrix",), ranks=2, spread="all rows, own apart", rows=4096, aligned=True
     ),
     "received": Fused(library.residual, ("matrix",), ranks=2, spread="own rows", rows=4096, aligned=True),
+    "adapted": Fused(unchanged, dtypes=("bf16", "fp16", "fp32", "fp64"), adapter=16, rows=4096),
+    "adapted_bias": Fused(unchanged, bias=True, adapter=64, rows=4096),
+    "adapted_residual": Fused(library.residual, ("matrix",), adapter=8, rows=4096),
+    "adapted_int4": Fused(unchanged, bias=True, packed=("int4", 128), adapter=16, rows=4096),
+    "adapted_nf4": Fused(unchanged, packed=("nf4", 64), adapter=64, rows=4096),
+    "adapted_sparse": Fused(unchanged, sparse="", adapter=16, rows=4096),
     # The backward pass of a gated block: a product that goes on to the gradient of the one before.
     "swiglu_backward": Fused(Differentiable(library.swiglu).backward, ("wide",)),
 }
@@ -198,6 +206,8 @@ def _operands(name: str, dtype: str, rows: int, size: int) -> tuple[Any, Any, Te
     args = tuple([empty(*shapes[x]) if isinstance(x, str) else x for x in how.args])
     if how.ranks > 1:
         x = _spread(x, columns, how)
+    if how.adapter:
+        x = WithAdapter(x, empty(rows, how.adapter), empty(columns, how.adapter).mT)
     return x, weight, empty(columns) if how.bias else None, args
 
 

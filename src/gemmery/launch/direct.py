@@ -17,14 +17,13 @@ import types
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..schedules.binding import Binding
 from ..schedules.workspace import WORKSPACES
 
 #: Launches, given the addresses of a launch's tensors, in the order of `Problem.layouts`, and its numbers; returns
@@ -35,6 +34,32 @@ _Enter = Callable[[int, list[Any]], None]
 
 #: The most addresses with cached tensor maps for one matrix, and the most numbers with cached arguments for one plan.
 _MAPS, _NUMBERS = 512, 64
+
+
+class Fixed(Protocol):
+    """A kernel with everything fixed but its tensors and numbers: a `Binding`, or a `bound.Bound`.
+
+    Attributes:
+        kernel: the `@triton.jit` function.
+        grid: programs along x, y, z.
+        takes_numbers: whether numbers come with every launch.
+        split: how tiles are cut along K; None where there is no workspace.
+        workspace_size: see `Binding.workspace_size`.
+    """
+
+    kernel: Any
+
+    @property
+    def grid(self) -> tuple[int, int, int]: ...  # noqa: D102
+    @property
+    def takes_numbers(self) -> bool: ...  # noqa: D102
+    @property
+    def split(self) -> Any: ...  # noqa: D102
+    @property
+    def workspace_size(self) -> tuple[int, int]: ...  # noqa: D102
+
+    def direct_arguments(self, tensors: Sequence[Any], numbers: Sequence[float] = ()) -> Sequence[Any]:
+        """The kernel's run-time arguments, in which a descriptor may have another box; see `Binding`."""
 
 
 class _Unsuitable(Exception):
@@ -331,7 +356,7 @@ def _meta_proxy(tensor: Tensor) -> Tensor:
 
 
 def lay_out(
-    entry: Entry, binding: Binding, compiled: Any, proxies: tuple[Any, ...], numbers: tuple[float, ...]
+    entry: Entry, binding: Fixed, compiled: Any, proxies: tuple[Any, ...], numbers: tuple[float, ...]
 ) -> Arguments | None:
     """The arguments of a compiled kernel, given meta proxies of its tensors; None if they cannot be laid out ahead."""
     arguments = binding.direct_arguments(proxies, numbers)
@@ -349,7 +374,7 @@ def lay_out(
 
 
 def prepare(
-    binding: Binding, compiled: Any, index: int, tensors: Sequence[Tensor], numbers: tuple[float, ...]
+    binding: Fixed, compiled: Any, index: int, tensors: Sequence[Tensor], numbers: tuple[float, ...]
 ) -> Launch | None:
     """The fast launch of a compiled kernel on GPU number `index`; None if there is none.
 
@@ -370,7 +395,7 @@ def prepare(
     first = laid_out(numbers)
     if first is None:
         return None
-    by_numbers = _by_numbers(laid_out) if binding.problem.takes_numbers else None
+    by_numbers = _by_numbers(laid_out) if binding.takes_numbers else None
     workspace_size = None if binding.split is None else binding.workspace_size
     launch = _launch(index, enter, first, by_numbers, workspace_size, binding.kernel.pre_run_hooks)
     # Newer versions unload the code of a compiled kernel that is no longer referenced.

@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..dtensors import is_sharded
-from ..formats import pieces
 from .activations import Activation, recognised
 from .fused_product import FusedProduct, activated_product, gated_product
 from .linear import Linear, inherit, own_code
 from .mlp import MLP, GatedMLP, activated, gated_block, stacked_block
 from .quantized import QuantizedLinear
+from .stacking import parameters_of, rows_of, why_not_stacked
 
 
 class FusedGatedMLP(nn.Module):
@@ -82,7 +81,9 @@ class PackedGatedMLP(nn.Module):
         gate, up = (layers[name] for name in self.HALVES)
         assert isinstance(gate, QuantizedLinear)
         assert isinstance(up, QuantizedLinear)
-        self.gate_up_proj = _stacked(gate, up)
+        weight, bias = parameters_of({"gate_proj": gate, "up_proj": up})
+        self.gate_up_proj = QuantizedLinear(weight, bias, batch_invariant=gate.batch_invariant)
+        self.gate_up_proj.train(gate.training)
         for name, child in block._modules.items():
             if name not in self.HALVES:
                 self._modules[name] = layers.get(name, child)
@@ -100,16 +101,8 @@ class PackedGatedMLP(nn.Module):
         """`gate_proj` and `up_proj` as layers of their own, which are copies."""
         layer = self.gate_up_proj
         rows = layer.out_features // 2
-        made = {}
-        for name, part in zip(self.HALVES, (slice(0, rows), slice(rows, 2 * rows)), strict=True):
-            bias = None
-            if layer.bias is not None:
-                bias = nn.Parameter(layer.bias.detach()[part].clone(), layer.bias.requires_grad)
-            made[name] = QuantizedLinear(
-                layer.weight.detach()[part], bias, batch_invariant=layer.batch_invariant
-            )
-            made[name].train(layer.training)
-        return made
+        places = ((0, rows), (rows, 2 * rows))
+        return {name: rows_of(layer, *place) for name, place in zip(self.HALVES, places, strict=True)}
 
     def apart(self) -> nn.Module:
         """The block that this one is made of, with quantised layers."""
@@ -180,32 +173,6 @@ class FusedIntermediate(nn.Module):
     def extra_repr(self) -> str:
         """What it was, and the activation's name."""
         return f"{self.original}, activation={self.activation.name}"
-
-
-def _stacked(gate: QuantizedLinear, up: QuantizedLinear) -> QuantizedLinear:
-    """Two layers as one; what speaks against it is `why_not_stacked`."""
-    weight = torch.cat((gate.weight.detach(), up.weight.detach()))
-    bias = None
-    if gate.bias is not None and up.bias is not None:
-        bias = nn.Parameter(torch.cat((gate.bias.detach(), up.bias.detach())), gate.bias.requires_grad)
-    return QuantizedLinear(weight, bias, batch_invariant=gate.batch_invariant).train(gate.training)
-
-
-def why_not_stacked(gate: nn.Module, up: nn.Module) -> str | None:
-    """Why two layers can't be one quantised layer; None if they can."""
-    for layer in (gate, up):
-        if not isinstance(layer, QuantizedLinear):
-            return "its gate_proj and up_proj are not both quantized"
-        if is_sharded(layer.quantized.parts().values()):
-            return "its weights are DTensors; call this before the model is sharded"
-    assert isinstance(gate, QuantizedLinear)
-    assert isinstance(up, QuantizedLinear)
-    if gate.weight.shape != up.weight.shape:
-        return "its gate_proj and up_proj have different shapes"
-    if (gate.bias is None) != (up.bias is None) or gate.batch_invariant != up.batch_invariant:
-        return "its gate_proj and up_proj differ in their bias or batch_invariant"
-    reason = pieces.why_not_stacked([gate.quantized, up.quantized])
-    return None if reason is None else f"its gate_proj and up_proj can't be one packed weight: {reason}"
 
 
 def _take_over(new: nn.Module, block: nn.Module, layers: Mapping[str, Linear]) -> None:
@@ -299,8 +266,16 @@ def refusal(kind: Family, block: nn.Module, why_not: Callable[[nn.Module], str |
     assert gate is not None
     assert up is not None
     if isinstance(gate, QuantizedLinear) or isinstance(up, QuantizedLinear):
-        return why_not_stacked(gate, up)
+        return why_not_halves({"gate_proj": gate, "up_proj": up})
     return _mismatch(block)
+
+
+def why_not_halves(layers: Mapping[str, nn.Module | None]) -> str | None:
+    """Why gate and up can't be the halves of one quantized layer; None if they can."""
+    reason = why_not_stacked(layers)
+    if reason is None and len({x.out_features for x in layers.values() if x is not None}) > 1:
+        return "its gate_proj and up_proj have different shapes"
+    return reason
 
 
 def _is_known(kind: Family, cls: type) -> bool:

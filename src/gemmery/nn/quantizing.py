@@ -28,7 +28,8 @@ def quantize(
     Every torch.nn.Linear, gemmery.nn.Linear and Hugging Face Conv1D becomes a gemmery.nn.QuantizedLinear and keeps its
     bias. Layers that share a weight share the quantized weight. A block that `swap` has fused stays fused: its gate and
     up become one layer `gate_up_proj`, whose packed weight contains the rows of both, if each has a multiple of 16
-    rows. Experts (gemmery.nn.Experts and those that `swap` replaces) become gemmery.nn.Experts with packed weights.
+    rows. So do the query, key and value projections of attention in a model that `swap` has changed, as `qkv_proj`.
+    Experts (gemmery.nn.Experts and those that `swap` replaces) become gemmery.nn.Experts with packed weights.
 
     The report gives a reason for everything that is left in place: layers that `skip` names, layers whose weight
     another module shares, such as an embedding, layers with code that a replacement would lose, experts whose

@@ -10,8 +10,8 @@ from typing import cast
 from torch import Tensor, nn
 
 from ..formats.weight import PackedWeight
-from . import hugging_face, transposed
-from .blocks import FusedGatedMLP, PackedGatedMLP, why_not_stacked
+from . import hugging_face, projections, transposed
+from .blocks import FusedGatedMLP, PackedGatedMLP, why_not_halves
 from .experts import Experts
 from .linear import Linear, own_code
 from .packed import PackedLinear
@@ -71,9 +71,7 @@ class Packing:
 def replace(model: nn.Module, packing: Packing) -> Swapped:
     """Replaces the linear layers and the experts inside a model, in place; see `quantize`."""
     report = planned(model, packing)
-    # All at once and last: an error before leaves the model as it was.
-    for slot in report._slots:
-        slot.parent._modules[slot.name] = slot.after
+    report._install()
     return report
 
 
@@ -89,6 +87,7 @@ def planned(model: nn.Module, packing: Packing) -> Swapped:
             walk.meet(module, path, model.get_submodule(prefix), name)
     if issubclass(packing.layer, QuantizedLinear):
         walk.stack(model)
+        walk.project(model)
     # The default may name a layer that a model has not; what is asked for should be there.
     for pattern in walk.skip:
         if pattern not in walk.used and pattern != "lm_head":
@@ -154,7 +153,8 @@ class _Walk:
             for name, child in block._modules.items()
             if child is not None
         }
-        if own_code(block) is not None or why_not_stacked(layers["gate_proj"], layers["up_proj"]) is not None:
+        halves = {name: layers[name] for name in PackedGatedMLP.HALVES}
+        if own_code(block) is not None or why_not_halves(halves) is not None:
             return None
         after = PackedGatedMLP(block, layers, block.activation)
         slots = self.report._slots
@@ -167,6 +167,21 @@ class _Walk:
                 self.made[id(layer)] = None
                 self.weights.pop(id(layer.weight), None)
         return after
+
+    def project(self, model: nn.Module) -> None:
+        """In a model that was swapped, the projections of attention that are all quantized become one weight."""
+        for path, module in model.named_modules():
+            before = projections.projections_of(module)
+            if before is None or not all(type(layer) is Linear for layer in before.values()):
+                continue
+            layers = {name: self.made.get(id(layer)) for name, layer in before.items()}
+            slots = self.report._slots
+            places = [slot for slot in slots if slot.parent is module and slot.name in layers]
+            elsewhere = {id(slot.before) for slot in slots if slot not in places}
+            # A layer that has another place too stays one.
+            if projections.why_not(module, layers) is None and elsewhere.isdisjoint(map(id, before.values())):
+                slots[:] = [slot for slot in slots if slot not in places]
+                self.report._project(module, path, layers)
 
     def reason(self, layer: nn.Module, path: str) -> str | None:
         """Why a layer is not to be packed; None if it is."""

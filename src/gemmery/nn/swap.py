@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -11,13 +12,14 @@ from torch.nn.utils import parametrize
 
 from ..dtensors import is_sharded
 from ..precision import AskedPrecision
-from . import blocks, foreign, hugging_face, norms, transposed
+from . import blocks, foreign, hugging_face, norms, projections, transposed
 from .blocks import FusedGatedMLP, FusedIntermediate, PackedGatedMLP
 from .experts import Experts
 from .hugging_face import FusedExperts
 from .linear import Linear, is_plain, own_code
 from .norms import FusedRMSNorm
 from .packed import PackedLinear
+from .projections import StackedLinear, StackedPart
 from .quantized import QuantizedLinear
 from .sparse import SparseLinear
 from .transposed import TransposedLinear
@@ -73,6 +75,8 @@ class Swapped:
     replaced: list[tuple[str, str]] = field(default_factory=list)
     left: list[tuple[str, str]] = field(default_factory=list)
     _slots: list[Slot] = field(default_factory=list, repr=False)
+    #: Children of which there was none before: the module that has each, its name, and the child.
+    _added: list[tuple[nn.Module, str, nn.Module]] = field(default_factory=list, repr=False)
 
     def __len__(self) -> int:
         return len(self.replaced)
@@ -135,7 +139,33 @@ class Swapped:
             _restore(before, after)
         for slot in self._slots:
             slot.parent._modules[slot.name] = slot.before
+        for parent, name, child in self._added:
+            if parent._modules.get(name) is child:
+                del parent._modules[name]
         self._slots.clear()
+        self._added.clear()
+
+    def _install(self) -> None:
+        """Puts all replacements into their places, at once and last: an error before leaves the model as it was."""
+        for slot in self._slots:
+            slot.parent._modules[slot.name] = slot.after
+        for parent, name, child in self._added:
+            parent._modules[name] = child
+
+    def _project(self, module: nn.Module, path: str, layers: Mapping[str, nn.Module | None]) -> StackedLinear:
+        """Notes that projections of attention become one layer.
+
+        Args:
+            layers: quantized ones, by name, of which nothing says that they can't be one.
+        """
+        found = {name: x for name, x in layers.items() if isinstance(x, QuantizedLinear)}
+        whole, parts = projections.projected(found)
+        for name, part in parts.items():
+            before = module._modules[name]
+            assert before is not None
+            self._slots.append(Slot(f"{path}.{name}", module, name, before, part))
+        self._added.append((module, projections.WHOLE, whole))
+        return whole
 
 
 #: What torch keeps for every module: parameters, buffers, hooks, the training flag. Children apart.
@@ -145,6 +175,8 @@ _STATE = tuple(name for name in nn.Module().__dict__ if name != "_modules")
 def _restore(before: nn.Module, after: nn.Module) -> None:
     if isinstance(after, PackedLinear) or (isinstance(after, Experts) and after.packed):
         before.train(after.training)
+        if isinstance(after, StackedPart):
+            _restore_bias(before, after)
         return
     if isinstance(after, PackedGatedMLP):
         _restore_halves(before, after)
@@ -163,10 +195,15 @@ def _restore_halves(before: nn.Module, after: PackedGatedMLP) -> None:
         layer = before._modules[name]
         assert layer is not None
         layer.train(half.training)
-        bias = layer._parameters["bias"]
-        if bias is not None and half.bias is not None:
-            with torch.no_grad():
-                bias.copy_(half.bias)
+        _restore_bias(layer, half)
+
+
+def _restore_bias(before: nn.Module, after: PackedLinear) -> None:
+    """Give a layer the bias that has been part of another one."""
+    bias = before._parameters["bias"]
+    if bias is not None and after.bias is not None:
+        with torch.no_grad():
+            bias.copy_(after.bias)
 
 
 def swap(
@@ -184,6 +221,8 @@ def swap(
     - every torch.nn.Linear, by a gemmery.nn.Linear, and GPT-2's Conv1D, whose weight stays transposed;
     - the feed-forward blocks of Hugging Face's Llama, Mistral, Qwen and Gemma (gate, up, activation, down) and of BERT
       and its relatives (dense and activation), by blocks whose activation runs inside a product;
+    - the query, key and value projections of Hugging Face's Llama, Mistral, Mixtral, Qwen, Gemma and Granite where they
+      are quantized already: their rows become one packed weight, by which one product multiplies;
     - the experts of Hugging Face's mixtures that transformers decorates with `use_experts_implementation`, which
       `gemmery.moe.experts` computes, see `register_experts`;
     - the RMSNorms of Llama, Mistral and Qwen, by torch's own, one kernel instead of six;
@@ -193,9 +232,10 @@ def swap(
       FP8Linear. If such a layer also rounds activations to 8 bits, gemmery does not. Its entries in state dicts become
       gemmery's.
 
-    Names, state dicts, tied and shared parameters, training flags and `requires_grad` do not change. There is one
-    exception: in a block whose layers are already quantized, gate and up become one layer `gate_up_proj`, whose packed
-    weight contains the rows of both. State dicts still contain both.
+    Names, state dicts, tied and shared parameters, training flags and `requires_grad` do not change, with two
+    exceptions. In a block whose layers are already quantized, gate and up become one layer `gate_up_proj`, whose packed
+    weight contains the rows of both. In attention, quantized projections stay modules by their names, for adapters, but
+    their parameters are those of one more layer `qkv_proj`. State dicts still contain gate and up, and all projections.
 
     The report gives a reason for everything that is left in place: layers and blocks with code that a replacement would
     lose (subclasses, hooks, parametrizations, a patched forward), other quantized layers and weights that are not plain
@@ -207,8 +247,9 @@ def swap(
             torch, whose own products are faster there. With `batch_invariant`, or if a precision is given, they are
             replaced. `"torch"` uses torch's setting (`torch.set_float32_matmul_precision`) at each call.
         batch_invariant: whether a row of a product has the same bits in every batch, see `gemmery.matmul`.
-        fuse: whether blocks, experts and norms are replaced; False replaces only layers. A fused sum is not rounded
-            before its activation, so results in 16 bits differ from those of the model by rounding.
+        fuse: whether blocks, experts and norms are replaced, and projections become one; False replaces only layers. A
+            fused sum is not rounded before its activation, and larger products may add up in another order, so results
+            in 16 bits differ from those of the model by rounding.
 
     Returns:
         The modules that were replaced and left; its `undo()` restores the model.
@@ -237,9 +278,7 @@ def swap(
         walk.report.left.append(("", "it is not inside a module, so it can't be replaced"))
     if not isinstance(model, _OURS):
         walk.children(model, "")
-    # All at once and last: an error before leaves the model as it was.
-    for slot in walk.report._slots:
-        slot.parent._modules[slot.name] = slot.after
+    walk.report._install()
     return walk.report
 
 
@@ -307,6 +346,8 @@ class _Walk:
             self.norm(module, path)
         if self.fuse and hugging_face.resembles(module) and self.experts(module, path):
             return
+        if self.fuse:
+            self.projections(module, path)
         kind = blocks.family(module) if self.fuse else None
         if kind is not None and self.block(kind, module, path):
             return
@@ -326,6 +367,22 @@ class _Walk:
             how += f", {after.gate_up_proj.quantized.format.name}"
         self.report.replaced.append((path, f"{type(module).__name__} ({how})"))
         return True
+
+    def projections(self, module: nn.Module, path: str) -> None:
+        """Make the quantized projections of attention one weight, unless something speaks against it."""
+        layers = projections.projections_of(module)
+        if layers is None or not all(type(x) is QuantizedLinear for x in layers.values()):
+            return
+        reason = projections.why_not(module, layers)
+        if reason is None and not self.seen.isdisjoint(id(x) for x in layers.values()):
+            reason = "its projections are layers of another module too"
+        if reason is not None:
+            self.report.left.append((path, reason))
+            return
+        whole = self.report._project(module, path, layers)
+        self.seen |= {id(x) for x in layers.values()}
+        format = whole.quantized.format.name
+        self.report.replaced.append((path, f"{type(module).__name__} (q, k and v, {format})"))
 
     def experts(self, module: nn.Module, path: str) -> bool:
         """Replace experts, unless something speaks against it."""

@@ -33,6 +33,7 @@ from . import transposed
 from .blocks import PackedGatedMLP
 from .experts import Experts
 from .packed import PackedLinear
+from .projections import StackedLinear, StackedPart
 from .quantized import QuantizedLinear
 from .replacing import Packing, packed, planned
 from .swap import Slot, Swapped
@@ -361,6 +362,11 @@ class GemmeryQuantizer(HfQuantizer):  # type: ignore[misc]  # transformers has n
         for path, block in list(model.named_modules(remove_duplicate=False)):
             if isinstance(block, PackedGatedMLP):
                 model.set_submodule(path, block.apart())
+            elif isinstance(block, StackedPart):
+                model.set_submodule(path, block.alone())
+            elif isinstance(block, StackedLinear):
+                prefix, _, name = path.rpartition(".")
+                del model.get_submodule(prefix)._modules[name]
         made: dict[int, nn.Module] = {}
         for path, module in list(model.named_modules(remove_duplicate=False)):
             if isinstance(module, PackedLinear) or (isinstance(module, Experts) and module.packed):

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from .adapted import Adapted, AdaptedOperand, WithAdapter
 from .arriving import Arrivals, Arriving, ArrivingOperand, ArrivingRows
 from .base import Access, Layout, Operand, Spec, Traced
 from .blocks import BlocksOperand, PickedOperand, Sampled
@@ -21,11 +22,11 @@ from .sparse import Sparse, SparseOperand
 from .summed import Exchange, Summed, SummedOperand, SummedOver
 
 __all__ = [
-    "Access", "Arrivals", "Arriving", "ArrivingOperand", "ArrivingRows", "BlocksOperand",
+    "Access", "Adapted", "AdaptedOperand", "Arrivals", "Arriving", "ArrivingOperand", "ArrivingRows", "BlocksOperand",
     "Dense", "DenseAccess", "DenseOperand", "Exchange", "Gathered", "GatheredOperand",
     "Groups", "Layout", "Operand", "Packed", "PackedOperand", "Pair", "PairOperand", "PickedOperand", "Ragged",
     "RaggedOperand", "RowScaledOperand", "Sampled", "Scaled", "ScaledOperand", "Sparse", "SparseOperand", "Spec",
-    "Summed", "SummedOperand", "SummedOver", "Traced", "rebuild",
+    "Summed", "SummedOperand", "SummedOver", "Traced", "WithAdapter", "rebuild",
 ]  # fmt: skip
 
 #: The functions that rebuild an operand, by the first word of its text.

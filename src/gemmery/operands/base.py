@@ -190,6 +190,16 @@ class Spec(Layout):
         return False
 
     @property
+    def adapter_rank(self) -> int:
+        """The short side of two thin matrices whose product is added to the sum; 0 for none; see `adapted`."""
+        return 0
+
+    @property
+    def suits_registers(self) -> bool:
+        """Whether threads can load these matrices straight into registers, as kernels in Gluon do."""
+        return True
+
+    @property
     def arrives(self) -> bool:
         """Whether tiles wait for data from other GPUs; see `arriving`."""
         return False
@@ -269,7 +279,7 @@ class Spec(Layout):
         return epilogue
 
     def of_partial_sum(self, problem: Problem, epilogue: Any, reads_ahead: bool) -> Any:
-        """An epilogue's device function for the partial sum over this operand's columns.
+        """An epilogue's device function for the sum over this operand's columns, to which more is to be added.
 
         Args:
             reads_ahead: whether it is given (args, block), see `kernels.epilogues`.

@@ -15,7 +15,6 @@ from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
 from torch.compiler import is_compiling
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .. import devices
 from ..epilogues.device import compiled
 from ..formats.base import FORMATS
 from ..formats.packing import LINE, STRIP, block_columns, runs
@@ -23,11 +22,9 @@ from ..formats.pieces import is_per_row
 from ..formats.tensor import QuantizedTensor
 from ..formats.weight import PackedWeight
 from ..kernels import decoders
-from ..kernels.any_width_packed import DECODERS as STAGED
 from ..kernels.any_width_packed import StageFormat
 from ..kernels.any_width_stage import ROWS
 from ..kernels.packed import load_packed, unpack
-from ..kernels.unpacking import unpack_weight
 from .base import Access, Layout, Multiply, Operand, Spec, StageMap, batch_axes, negated, refuse_gradients
 from .dense import DenseOperand
 
@@ -111,7 +108,7 @@ class Packed(Spec):
         """See `Spec.staged`: groups of a power of two, with scales in the type of a."""
         format = FORMATS[self.format_name]
         fits = not self.group or (self.group >= STRIP and self.group.bit_count() == 1)
-        known = (format.code, self.packed_bits) in STAGED
+        known = (format.code, self.packed_bits) in decoders.DECODERS
         if self.wide or self.matrices != 1 or not (fits and known):
             return None
         return StageFormat(format.code, self.packed_bits, self.group, self.shifts, format.zero)
@@ -261,12 +258,11 @@ class PackedOperand(Operand):
 
     def __init__(self, weight: QuantizedTensor, transposed: bool = False) -> None:
         self.weight, self.transposed = weight, transposed
-        like = meta_proxy(weight)
-        self.matrix = like if transposed else like.mT
-        self._parts = tuple([getattr(weight, name) for name in PARTS])
+        self._parts = (weight.words, weight.scales, weight.zeros, weight.offsets, weight.channel)
+        self.matrix = meta_proxy(weight, weight.words.device, transposed)
         self.tensors = tuple([x for x in self._parts if x is not None])
         self.places = tuple([i for i, x in enumerate(self._parts[:4]) if x is not None])
-        self.launched = tuple([self._parts[i] for i in self.places])
+        self.launched = tuple([x for x in self._parts[:4] if x is not None])
 
     @property
     def values(self) -> tuple[Any, ...]:
@@ -314,7 +310,12 @@ class PackedOperand(Operand):
 
     def loadable(self) -> Operand:
         """A transpose is unpacked, and is short-lived."""
-        return DenseOperand(unpacked(self.weight)) if self.transposed else self
+        if not self.transposed:
+            return self
+        # Launches are made of operands.
+        from ..launch.unpacking import unpacked
+
+        return DenseOperand(unpacked(self.weight))
 
     def spec(self, matrix: Spec, along: Sequence[Layout], problem: Problem) -> Spec:
         w = self.weight
@@ -404,75 +405,30 @@ def text_of(format: str, dtype: torch.dtype, parts: Sequence[Tensor | None], tra
 
 
 @functools.lru_cache(1024)
-def _meta_proxy(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def _meta_proxy(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, transposed: bool) -> Tensor:
     *batch, rows, columns = shape
     strides = torch.empty((*batch, 1), device="meta").stride()[:-1]
-    return torch.empty_strided((*batch, rows, columns), (*strides, 0, 0), dtype=dtype, device=device)
+    made = torch.empty_strided((*batch, rows, columns), (*strides, 0, 0), dtype=dtype, device=device)
+    return made if transposed else made.mT
 
 
-def meta_proxy(weight: PackedWeight) -> Tensor:
-    """A tensor of the shape, type and device of a packed weight; its strides count matrices."""
-    # A tensor that is created inside a mode or a transform belongs to it.
-    is_seen = is_compiling() or _len_torch_dispatch_stack() or _are_functorch_transforms_active()
-    make = _meta_proxy.__wrapped__ if is_seen else _meta_proxy
-    return make(tuple(weight.shape), weight.dtype, weight.device)
+def meta_proxy(weight: PackedWeight, device: torch.device, transposed: bool) -> Tensor:
+    """A tensor of the type of a packed weight (*batch, N, K); its strides count matrices.
 
-
-#: Columns of K and rows of N that a program unpacks.
-_UNPACKED = 128, 32
-
-
-def unpacked(weight: QuantizedTensor) -> Tensor:
-    """`weight.dequantize()` of a weight without a permutation, by a kernel where there are any; the same bits."""
-    device = devices.current(weight.device)
-    if device is None or 0 in weight.shape or weight.group_size.bit_count() > 1:
-        return weight.dequantize()
-    out = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
-    blocks, arguments, constants = unpacking(weight, out, device)
-    with devices.on_device(out):
-        unpack_weight[(blocks,)](*arguments, **constants)
-    return out
-
-
-def unpacking(
-    weight: QuantizedTensor, out: Tensor, device: Device
-) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
-    """How many programs unpack a weight, and their arguments."""
-    (*batch, N, K), group, format = weight.shape, weight.group_size, weight.format
-    values = [getattr(weight, name) for name in PARTS]
-    words, scales, zeros, offsets, channel = [None if x is None else x.contiguous() for x in values]
-    shifts = "zeros" if zeros is not None else "offsets" if offsets is not None else ""
-    wide = scales is not None and scales.dtype == torch.float32
-    spec = Packed.of(weight.dtype, format.name, format.bits, group, shifts, wide, N=N, K=K)
-    kind = getattr(tl, str(weight.dtype).removeprefix("torch."))
-    strips, lines = -(-N // STRIP), 4 * -(-K // block_columns(format.bits))
-    groups = -(-K // group) if group else 0
-    # A matrix alone is no batch: Triton 3.6 fails on a tuple in which an integer is 1.
-    count = math.prod(batch)
-    steps, sizes = ((-1,), (count,)) if count > 1 else ((), ())
-    rows, columns = _UNPACKED
-    constants = {
-        "LOAD": loader(spec, asm_of(device), waits=False, tma=False, paired=False),
-        "FACTOR": 2.0 ** decoders.unit_of(format.code, format.bits, kind, asm_of(device)),
-        "PER_ROW": is_per_row(weight), "ROWS": rows, "COLS": columns, "DTYPE": kind,
-    }  # fmt: skip
-    given = (words, scales, zeros if shifts == "zeros" else offsets) if group else words
-    strides = steps, strips, lines, groups, strips * STRIP
-    return count * -(-N // columns) * -(-K // rows), (given, channel, out, N, K, strides, sizes), constants
+    Args:
+        device: the weight's.
+        transposed: whether its shape is that of the weight; else it is (*batch, K, N).
+    """
+    if is_compiling() or _len_torch_dispatch_stack() or _are_functorch_transforms_active():
+        # A tensor that is created inside a mode or a transform belongs to it.
+        return _meta_proxy.__wrapped__(tuple(weight.shape), weight.dtype, device, transposed)
+    # Reading these of the weight itself takes a microsecond each, since it is a subclass of Tensor.
+    shape, dtype, *_ = weight.static
+    return _meta_proxy(shape, dtype, device, transposed)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Device functions for a format
-
-#: The decoder of each kind of code, by `Format.code` and bits, which distinguish the two kinds of integers.
-DECODERS = {
-    ("int", 4): decoders.decode_int4,
-    ("int", 8): decoders.decode_int8,
-    ("e2m1", 4): decoders.decode_e2m1,
-    ("nf4", 4): decoders.decode_nf4,
-    ("e4m3", 8): decoders.decode_e4m3,
-    ("e5m2", 8): decoders.decode_e5m2,
-}
 
 _UNPACK = """\
 def unpack_{name}(words, scale, shift, ROWS: tl.constexpr, COLS: tl.constexpr, SPREAD: tl.constexpr):
@@ -513,11 +469,11 @@ def unpacker(spec: Packed, asm: int, waits: bool) -> Any:
 @functools.cache
 def _unpacker(name: str, bits: int, shifts: str, dtype: torch.dtype, asm: int, waits: bool) -> Any:
     format = FORMATS[name]
-    if (format.code, bits) not in DECODERS:
-        known = ", ".join(f"{code} of {bits} bits" for code, bits in DECODERS)
+    if (format.code, bits) not in decoders.DECODERS:
+        known = ", ".join(f"{code} of {bits} bits" for code, bits in decoders.DECODERS)
         raise NotImplementedError(
             f"format {format.name!r} has no decoder for {format.code!r} of {bits} bits, so that no kernel can "
-            f"multiply it; operands.packed.DECODERS has {known}"
+            f"multiply it; kernels.decoders.DECODERS has {known}"
         )
     facts = {
         "code": format.code, "per": 32 // bits, "zero": format.zero, "offsets": shifts == "offsets",
@@ -525,7 +481,7 @@ def _unpacker(name: str, bits: int, shifts: str, dtype: torch.dtype, asm: int, w
     }  # fmt: skip
     space = {
         "UNPACK": unpack,
-        "DECODE": DECODERS[format.code, bits],
+        "DECODE": decoders.DECODERS[format.code, bits].device,
         "RUNS": tl.constexpr(runs(format.order, format.bits)),
     }
     return compiled(_UNPACK.format(name=_name(facts), **facts), space)

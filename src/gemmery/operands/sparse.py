@@ -263,8 +263,7 @@ class SparseOperand(Operand):
 
     def __init__(self, weight: SparseTensor, transposed: bool = False) -> None:
         self.weight, self.transposed = weight, transposed
-        like = meta_proxy(weight)
-        self.matrix = like if transposed else like.mT
+        self.matrix = meta_proxy(weight, weight.values.device, transposed)
         self._parts = (weight.values, weight.metadata, weight.scales, weight.channel)
         self.tensors = tuple([x for x in self._parts if x is not None])
         self.places = (0, 1) if weight.scales is None else (0, 1, 2)

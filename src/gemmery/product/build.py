@@ -15,6 +15,7 @@ from ..formats.sparse import SparseTensor
 from ..formats.tensor import QuantizedTensor
 from ..formats.weight import PackedWeight
 from ..operands import (
+    AdaptedOperand,
     ArrivingOperand,
     ArrivingRows,
     BlocksOperand,
@@ -31,6 +32,7 @@ from ..operands import (
     SparseOperand,
     SummedOperand,
     SummedOver,
+    WithAdapter,
 )
 from . import prologue
 from .check import (
@@ -135,6 +137,10 @@ def operands_of(op: str, a: Any, b: Any, takes_pair: bool) -> tuple[Operand, Ope
         left, right = operands_of(op, a.matrix, b, takes_pair)
         # Each rank has separate scales for its columns.
         return SummedOperand(left.matrix, a.exchange, right.outer), right.without_outer()
+    if isinstance(a, WithAdapter):
+        left, right = operands_of(op, a.matrix, b, takes_pair)
+        # The adapter is added behind the scales of the weight's rows.
+        return AdaptedOperand(left.matrix, a.left, a.right, right.outer), right.without_outer()
     if isinstance(a, ArrivingRows):
         return ArrivingOperand(a.matrix, a.arrivals, a.own), operands_of(op, a.matrix, b, takes_pair)[1]
     if isinstance(a, Sampled):

@@ -205,14 +205,19 @@ def check_matrices(op: str, a: Tensor, b: Tensor) -> None:
         )
 
 
+_REAL = (int, float, torch.SymInt, torch.SymFloat)
+_LARGEST = torch.finfo(torch.float32).max
+
+
 def check_scalars(op: str, a: Tensor, alpha: Number, beta: Number) -> None:
     """TypeError or ValueError unless alpha and beta are real Python numbers that suit the operands' type."""
+    dtype = a.dtype
     for name, value in (("alpha", alpha), ("beta", beta)):
-        if not isinstance(value, int | float | torch.SymInt | torch.SymFloat):
+        if not isinstance(value, _REAL):
             raise TypeError(f"{op}: {name} is a {type(value).__name__}; it must be a Python number")
-        if a.dtype == torch.int8 and not (abs(value) < 1 << 31 and value == int(value)):
+        if dtype == torch.int8 and not (abs(value) < 1 << 31 and value == int(value)):
             raise TypeError(f"{op}: {name} is {value}; for int8 operands it must be an integer of 32 bits")
-        least, most = (1e-23, 1e38) if a.dtype == torch.float64 else (0.0, torch.finfo(torch.float32).max)
+        least, most = (1e-23, 1e38) if dtype == torch.float64 else (0.0, _LARGEST)
         if value != 0 and abs(value) < math.inf and not least <= abs(value) <= most:
             raise ValueError(
                 f"{op}: {name} is {value}; it must be 0 or between {least:g} and {most:g} in size"

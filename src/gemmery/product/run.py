@@ -32,7 +32,7 @@ from ..formats.sparse import SparseTensor
 from ..formats.tensor import QuantizedTensor
 from ..formats.weight import PackedWeight
 from ..launch.plan import Plan
-from ..operands import ArrivingRows, BlocksOperand, Groups, PickedOperand, Sampled, SummedOver
+from ..operands import ArrivingRows, BlocksOperand, Groups, PickedOperand, Sampled, SummedOver, WithAdapter
 from ..problem import Config
 from . import cache
 from .build import lowered, make_call
@@ -53,7 +53,7 @@ from .spec import ONES, Call, Functions, Number, Options, scalars_of
 
 _HELD = (Epilogue, Held)
 #: First operands that have more than a matrix.
-_SPREAD = (Groups, SummedOver, ArrivingRows)
+_SPREAD = (Groups, SummedOver, ArrivingRows, WithAdapter)
 
 
 def product(
@@ -150,6 +150,10 @@ def _parts(a: Any, b: Any) -> tuple[list[Any], Any]:
         scale = b.__dict__.get("channel") if isinstance(b, PackedWeight) else None
         given[1:1] = [*e.buffers, e.uses, scale, e.failed, e.patience]
         return given, (e.rank, e.size, form)
+    if type(a) is WithAdapter:
+        given, form = _parts(a.matrix, b)
+        given[1:1] = [a.left, a.right, b.__dict__.get("channel") if isinstance(b, PackedWeight) else None]
+        return given, ("adapted", form)
     if type(a) is ArrivingRows:
         flags, calls, rank, ranks, failed, patience, of_rows = a.arrivals
         given, form = _parts(a.matrix, b)

@@ -39,7 +39,7 @@ from .any_width_tile import (
     rules_of,
 )  # fmt: skip
 from .base import Forms
-from .binding import Binding, band_within, needs_only_its_block, storable, straddles, suits_tma
+from .binding import SHORT_ROWS, Binding, band_within, needs_only_its_block, storable, straddles, suits_tma
 from .cost import Costs, Floats, Given
 from .persistent_static import PersistentStatic, Work
 from .walk import Ints
@@ -100,6 +100,7 @@ class AnyWidth(PersistentStatic):
             "fp8 with adjacent elements along K",
         )
         yield suits_tma(p), "operands that suit the descriptor loader"
+        yield p.a.suits_registers, SHORT_ROWS
         yield (
             not p.paired or (p.b.row == 1 and p.out_n % EIGHT == 0),
             f"of a weight in two halves rows with adjacent elements and a multiple of {EIGHT} in each",

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from ..epilogues.device import function
+from ..epilogues.device import digest, function
 from ..kernels import place
 from ..kernels.any_width_load import LAST_ROW
 from ..kernels.any_width_stage import params_bytes, x_bytes
@@ -33,7 +33,6 @@ from .binding import (
     BOX,
     TL,
     Binding,
-    digest,
     epilogue_arguments,
     epilogue_of,
     of_sum,

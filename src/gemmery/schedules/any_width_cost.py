@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from .binding import promotes
-from .cost import FILL, FILLED, FUNCTION, Costs, Floats, Given, Stream, calls_of, fitted
+from .cost import FILL, FILLED, FUNCTION, Costs, Floats, Given, Stream, calls_of, fitted, thin_seconds
 from .persistent_static import Work
 
 if TYPE_CHECKING:
@@ -53,6 +53,10 @@ UNPACK_START, ONE_WIDTH = 3.20e-7, 0.447e-6
 #: Share of the bandwidth from L2 of one multiprocessor and of all together; seconds from asking for bytes until they
 #: are there.
 INTAKE, L2, LATENCY = 1.170, 0.998, 1.21e-6
+#: The least part of `FILL` that a row outside an operand takes, however few programs ask for such rows. Measured on an
+#: H200: 3.9 to 4.4 ns a row where 40 and 64 programs multiply 16 rows by 4096x4096 in tiles of 64 rows
+#: (`benchmarks/results/looks/thin-bf16.json`).
+FILL_ALONE = 0.61
 #: The exponent with which the products and the loads from L2 add up.
 JOINT = 16.0
 #: The slowdown for each tenfold time, since power lowers the clock, and the seconds from which on it counts.
@@ -219,7 +223,7 @@ def _least_of_step(
     """
     x_rows = np.where(space.swap, problem.N, rows)
     y_rows = np.where(space.swap, rows, problem.N)
-    asking = np.minimum(1, busy / (FILLED * problem.device.sms))
+    asking = np.maximum(np.minimum(1, busy / (FILLED * problem.device.sms)), FILL_ALONE)
     outside = np.maximum(x - x_rows, y - y_rows) * FILL * asking
     seconds: Floats = np.maximum(LATENCY / (space.num_stages - 1), outside)
     return seconds
@@ -248,7 +252,7 @@ def _epilogue_seconds(
         elements: of a warpgroup's part of it.
     """
     p = problem
-    seconds: Floats = area * (FUNCTION * calls_of(p))
+    seconds: Floats = area * (FUNCTION * calls_of(p)) + thin_seconds(p, elements)
     of_rows, of_columns = (
         any(bool(x.row) == row and bool(x.col) != row for x in p.extras) for row in (True, False)
     )

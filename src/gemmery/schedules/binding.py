@@ -6,12 +6,8 @@ binding serves a launch, a compilation for the GPU at hand, and a cross-compilat
 
 from __future__ import annotations
 
-import hashlib
-import inspect
 import weakref
 from collections.abc import Sequence
-from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -40,6 +36,10 @@ TL: dict[torch.dtype, Any] = {dtype: getattr(tl, name.removeprefix("tl.")) for d
 PROMOTE_EVERY = 128
 #: 32-bit words per thread that kernels may spill where ranks add up their partial sums, behind the loop.
 SUM_SPILLS = 40
+#: What `Spec.suits_registers` asks for, in words.
+SHORT_ROWS = (
+    "thin matrices of an adapter in aligned rows with adjacent elements, whose number is a multiple of 4"
+)
 #: TMA takes blocks of at most this many elements along each dimension.
 BOX = 256
 
@@ -81,7 +81,7 @@ def epilogue_of(problem: Problem) -> Any:
 
 def of_sum(problem: Problem, made: Any, reads_ahead: bool = False) -> Any:
     """A device function of an epilogue, given the sum as a problem's kernel has it; see `Spec.of_partial_sum`."""
-    return problem.a.of_partial_sum(problem, problem.b.of_sum(made, problem.device), reads_ahead)
+    return problem.b.of_sum(problem.a.of_partial_sum(problem, made, reads_ahead), problem.device)
 
 
 def needs_only_its_block(problem: Problem) -> bool:
@@ -89,12 +89,6 @@ def needs_only_its_block(problem: Problem) -> bool:
     p, f = problem, problem.fusion
     plain = f is None or (f.stores and not (f.reduces or f.whole or p.a.prologue))
     return plain and all((x.row + x.col) * BOX < 1 << 31 for x in p.extras)
-
-
-def digest(*modules: ModuleType) -> str:
-    """A digest of a kernel's files, since Triton does not notice changes in functions that write assembly."""
-    files = b"".join(Path(inspect.getfile(each)).read_bytes() for each in modules)
-    return hashlib.sha256(files).hexdigest()[:16]
 
 
 def phases(problem: Problem) -> tuple[Any, Any]:
@@ -259,6 +253,11 @@ class Binding:
     def allowed_spills(self) -> int:
         """`harmless_spills`, or those of a sum over ranks."""
         return max(self.harmless_spills, SUM_SPILLS if self.problem.a.is_summed else 0)
+
+    @property
+    def takes_numbers(self) -> bool:
+        """Whether numbers come with every launch."""
+        return self.problem.takes_numbers
 
     def _programs(self, units: int) -> int:
         """The number of programs for so many tiles, whole or small, or parts of tiles."""

@@ -28,6 +28,8 @@ TAIL_EFFICIENCY = 0.8
 #: part inside; and the share of the multiprocessors that ask for such rows from which on it takes as long. Fitted with
 #: the model of tiles of any width.
 FILL, FILLED = 7.05e-9, 0.615
+#: Bytes that lie together in shared memory along an operand's unit stride.
+CHUNK = 128
 #: Seconds that a function such as an activation takes for an element of a tile, and that reading or writing another
 #: matrix takes. Fitted with the model of tiles of any width.
 FUNCTION, ELEMENT = 0.85e-10, 0.4e-10
@@ -35,6 +37,10 @@ FUNCTION, ELEMENT = 0.85e-10, 0.4e-10
 #: multiprocessor. Fitted to a product of 8192x4096x8192 on an H200 that is added to a matrix of float32 and of bf16,
 #: in up to eight configs each (`benchmarks/results/looks/added-bf16.json`).
 ADDED = 1.0e-8
+#: Seconds in which a warpgroup adds a product of thin matrices to 64 by 64 elements, and those for each number along
+#: the short side. An H200 took 3.5 µs for 4096 by 4096 and rank 16
+#: (`benchmarks/results/looks/adapters-bf16.json`).
+THIN, THIN_RANK = 0.15e-6, 4e-9
 #: Standard deviation of the sizes of groups over their mean, besides what chance adds. Experts of trained models have
 #: Gini coefficients of 0.1 to 0.25 (arXiv:2605.20982). And the sizes that stand for all, in standard deviations.
 IMBALANCE = 0.36
@@ -128,11 +134,22 @@ def calls_of(problem: Problem) -> float:
 
 
 def added(problem: Problem, space: Space) -> Floats:
-    """Seconds for each element of a tile in which a matrix is added that no traced epilogue reads; see `ADDED`."""
-    if problem.epilogue != "add_matrix" or problem.addend is None:
-        return np.zeros(1)
-    threads = space.num_warps * problem.device.target.warp_size
-    return np.asarray(ADDED * problem.addend.dtype.itemsize / threads)
+    """Seconds for each element of a tile in which a matrix, or a product of thin ones, is added behind the sum.
+
+    Of a matrix that a traced epilogue reads there are none. See `ADDED`.
+    """
+    area = space.block_m * space.block_n
+    seconds = thin_seconds(problem, area * 4 / space.num_warps) / area
+    if problem.epilogue == "add_matrix" and problem.addend is not None:
+        threads = space.num_warps * problem.device.target.warp_size
+        seconds = seconds + ADDED * problem.addend.dtype.itemsize / threads
+    return np.asarray(seconds)
+
+
+def thin_seconds(problem: Problem, elements: Floats) -> Floats:
+    """Seconds in which a warpgroup adds a product of thin matrices to elements of a tile; 0 where there is none."""
+    rank = problem.a.adapter_rank
+    return np.asarray((THIN + THIN_RANK * rank) * np.maximum(elements / 64**2, 1) * (rank > 0))
 
 
 def fitted(problem: Problem) -> bool:
@@ -159,10 +176,22 @@ def filled(problem: Problem, space: Space, given: Given) -> Floats:
         outside_m = np.maximum(s.block_m - given.rows_inside(p.matrices), 0)
     # The multiprocessors that have a tile ask for such rows together.
     busy = np.minimum(1, tiles_m * tiles_n * p.matrices / p.device.sms) / FILLED
-    of_m = outside_m * (p.a.col == 1) * p.a.dtype.itemsize * np.minimum(1, busy / tiles_m)
-    of_n = outside_n * (p.b.row == 1) * p.b.bits / 8 * np.minimum(1, busy / tiles_n)
-    seconds: Floats = np.maximum(of_m, of_n) * s.block_k / 128 * FILL * (s.loader == "descriptor")
+    of_m = _outside(outside_m, p.a.col == 1, p.a.dtype.itemsize) * np.minimum(1, busy / tiles_m)
+    of_n = _outside(outside_n, p.b.row == 1, p.b.bits / 8) * np.minimum(1, busy / tiles_n)
+    seconds: Floats = np.maximum(of_m, of_n) * s.block_k / CHUNK * FILL * (s.loader == "descriptor")
     return seconds
+
+
+def _outside(count: Floats, along_k: bool, item: float) -> Floats:
+    """The bytes of a column of a block that lie outside the operand and are filled.
+
+    Args:
+        count: rows of the block outside the operand.
+        along_k: whether elements along K are adjacent. Else those of different rows are, in chunks, of which one is in
+            part inside.
+    """
+    bytes_outside = np.asarray(count * item)
+    return bytes_outside if along_k else bytes_outside % CHUNK
 
 
 class Stream(NamedTuple):

@@ -32,6 +32,8 @@ class Persistent(Tile):
     def needs(self, problem: Problem) -> Iterator[tuple[bool, str]]:
         yield from super().needs(problem)
         yield not problem.ragged, "a product without groups"
+        # ptxas makes every product wait for the one before where another one follows in the same loop.
+        yield not problem.a.adapter_rank, "a product without an adapter"
         # They spill a lot: tiles are large, and the tail's code comes behind theirs.
         yield not problem.a.is_summed, "a product that is not summed over ranks"
 

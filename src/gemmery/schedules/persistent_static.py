@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .base import Schedule
-from .cost import OVERLAP, STORE, STREAM, Costs, Given
+from .cost import OVERLAP, STORE, STREAM, Costs, Given, thin_seconds
 from .walk import Ints, Walk, in_turn, whole_tiles
 from .waves import Split
 
@@ -124,7 +124,9 @@ class PersistentStatic(Schedule):
         body = (np.maximum(compute, l2) ** OVERLAP + memory**OVERLAP) ** (1 / OVERLAP)
         store = area * p.out.dtype.itemsize / device.store_bandwidth
         turns = whole + (chunk > 0)
-        once = device.delays.launch + device.delays.start + turns * store * STORE
+        # Two warpgroups share a tile.
+        thin = turns * thin_seconds(p, area / 2)
+        once = device.delays.launch + device.delays.start + turns * store * STORE + thin
         reduction = np.where(
             chunk > 0, device.delays.reduction + parts * area * 4.0 / device.store_bandwidth, 0.0
         )

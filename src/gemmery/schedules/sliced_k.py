@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from ..devices import ARCHS
+from ..epilogues.device import digest
 from ..formats.packing import STRIP
 from ..kernels import any_width_packed as packed
 from ..kernels import place
@@ -24,7 +25,6 @@ from .any_width_tile import KINDS
 from .base import Forms
 from .binding import (
     Binding,
-    digest,
     epilogue_arguments,
     epilogue_of,
     needs_only_its_block,

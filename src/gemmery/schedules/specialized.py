@@ -22,6 +22,7 @@ from ..kernels.numerics import cast
 from ..operands.packed import Packed, PackedAccess
 from ..operands.scaled import Scaled
 from .binding import (
+    SHORT_ROWS,
     Binding,
     epilogue_arguments,
     epilogue_of,
@@ -85,6 +86,7 @@ class Specialized(PersistentStatic):
             "an fp16 or bf16 output that a descriptor can store",
         )
         yield needs_only_its_block(p), "an epilogue that reduces no rows"
+        yield p.a.suits_registers, SHORT_ROWS
         yield p.b.unpacks or not p.paired, "scaled operands without halves"
 
     def check(self, config: Config) -> None:

@@ -47,7 +47,7 @@ def sizes(text: str) -> list[int]:
     Raises:
         ValueError: the text is of another form.
     """
-    if not re.fullmatch(r"\d+([x×]\d+){2,}", text):
+    if not re.fullmatch(r"[0-9]+([x×][0-9]+){2,}", text):
         raise ValueError(
             f"shape is {text!r}; it must be MxNxK, or BxMxNxK with a batch, such as 64x4096x4096"
         )

@@ -1,0 +1,83 @@
+"""Launches of kernels that compute no product: prepared once, then entered as those of plans are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ..devices import INTERPRETED, on_device
+from ..memo import keep
+from . import direct
+
+
+class Bound:
+    """A kernel with everything fixed but the addresses of its tensors.
+
+    Attributes:
+        kernel: the `@triton.jit` function.
+        grid: programs along x, y, z.
+        arguments: gives the kernel's run-time arguments for tensors of the layout that it was made for.
+        constants: its constexpr parameters and the compiler's options.
+        direct: the fast launch, if there is one.
+    """
+
+    takes_numbers = False
+    split = None
+    workspace_size = (0, 0)
+
+    def __init__(
+        self, kernel: Any, programs: int, arguments: Callable[[Sequence[Any]], Sequence[Any]], constants: dict[str, Any]
+    ) -> None:  # fmt: skip
+        self.kernel, self.grid = kernel, (programs, 1, 1)
+        self.arguments, self.constants = arguments, constants
+        self.direct: direct.Launch | None = None
+
+    def direct_arguments(self, tensors: Sequence[Any], numbers: Sequence[float] = ()) -> Sequence[Any]:
+        """See `direct.Fixed`."""
+        return self.arguments(tensors)
+
+    def compile(self, tensors: Sequence[Any]) -> Any:
+        """Compile without launching, for the active driver's target; tensors may be on the meta device."""
+        return self.kernel.warmup(*self.arguments(tensors), grid=self.grid, **self.constants)
+
+    def launch(self, tensors: Sequence[Tensor]) -> None:
+        """Launch on the current device and stream, in the ordinary way."""
+        self.kernel[self.grid](*self.arguments(tensors), **self.constants)
+
+    def shorten(self, tensors: Sequence[Tensor]) -> None:
+        """Prepare the fast launch on the GPU of these tensors, the current one, if that is possible."""
+        if not INTERPRETED:
+            compiled = self.compile(tensors)
+            compiled._init_handles()
+            self.direct = direct.prepare(self, compiled, tensors[0].get_device(), tensors, ())
+
+
+_known: dict[Any, Bound] = {}
+
+
+def launch(key: tuple[Any, ...], tensors: Sequence[Tensor], bind: Callable[[], Bound]) -> None:
+    """Launch a kernel on the current stream of the tensors' device.
+
+    Args:
+        key: says, with the device and with which addresses are multiples of 16 bytes, what `bind` returns.
+        tensors: those whose addresses differ between launches.
+        bind: makes what is launched, where the key is new.
+    """
+    addresses: list[int] = []
+    looks: list[Any] = [key, tensors[0].get_device()]
+    for x in tensors:
+        address = x.data_ptr()
+        addresses.append(address)
+        looks.append(address & 15 == 0)
+    known = _known.get(tuple(looks))
+    if known is not None and known.direct is not None and known.direct(addresses):
+        return
+    # Triton launches on the current device, whatever device the tensors are on.
+    with on_device(tensors[0]):
+        if known is None:
+            known = bind()
+            known.shorten(tensors)
+            keep(_known, tuple(looks), known)
+        known.launch(tensors)
