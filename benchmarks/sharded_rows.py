@@ -289,7 +289,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of all random numbers")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--config", action="append", default=[], help="time gemmery with a config, too")
-    parser.add_argument("--seconds", type=float, default=1e9, help="begin no row after so many seconds")
+    parser.add_argument(
+        "--seconds", type=float, default=1e9, help="begin no row, and no more calls, after so long"
+    )  # fmt: skip
     parser.add_argument("--limit", type=float, default=560, help="end all ranks after so many seconds")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--list", action="store_true", help="name the rows")

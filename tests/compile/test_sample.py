@@ -101,6 +101,8 @@ WAITING = {
     "rows, one part": ("arriving", "128x256x64-g0-w8-s4-cooperative-descriptor"),
     "rows, many parts": ("arriving", "128x160x64-g0-w8-s5-cooperative-descriptor-k2"),
     "rows, pairs": ("arriving_swiglu", "128x256x64-g0-w8-s4-cooperative-descriptor"),
+    "own apart": ("arriving_apart", "128x256x64-g0-w8-s4-cooperative-descriptor"),
+    "own apart, swapped": ("arriving_apart", "256x128x64-g0-w8-s4-cooperative-descriptor-swap"),
     "received": ("received", "256x128x64-g0-w8-s4-cooperative-descriptor-swap"),
 }
 

@@ -29,7 +29,7 @@ from .calls import (
 )
 from .collectives import Gathered
 from .reduce_scatter import scattered_product
-from .rows import arrived, arriving, for_rows
+from .rows import arrived, arriving, for_rows, lie_apart
 
 
 def all_gather_matmul(
@@ -155,9 +155,10 @@ def _gathered_product(
         whole = Gathered.apply(x, group)  # type: ignore[no-untyped-call]
         return product(op, whole, b, bias, functions, None, options)
     x, b = unpermuted(x, b)
+    apart = lie_apart(x, b, bias, functions, options)
 
     def launched() -> Any:
-        with arriving(f"all_gather_{op}", x, shared) as rows:
+        with arriving(f"all_gather_{op}", x, shared, apart) as rows:
             return product(op, rows, b, bias, functions, None, options)
 
     return given_up(shared, launched)
@@ -198,6 +199,6 @@ class _GatheredProduct(torch.autograd.Function):
         if shared is None:
             whole = Gathered.apply(x, group)  # type: ignore[no-untyped-call]
             return of_rows(), of_weight(whole), None, None, None
-        with arriving(f"all_gather_{ctx.op}", x, shared) as rows:
+        with arriving(f"all_gather_{ctx.op}", x, shared, apart=False) as rows:
             of_x = of_rows()
         return of_x, of_weight(arrived(rows)), None, None, None

@@ -22,17 +22,21 @@ class Overlap(NamedTuple):
     """How an overlapping layer computes.
 
     Attributes:
-        mesh, group: the ranks.
+        mesh: the ranks.
         placement: of its input, if rows are gathered; otherwise of its output.
         is_local: whether the output is a plain tensor.
         how: `precision` and `batch_invariant` of gemmery's layers.
     """
 
     mesh: DeviceMesh
-    group: dist.ProcessGroup
     placement: Placement
     is_local: bool
     how: dict[str, Any]
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The mesh's process group, which can't be copied or pickled."""
+        return self.mesh.get_group()
 
 
 class _Overlapping(nn.Module):
@@ -53,6 +57,12 @@ class _Overlapping(nn.Module):
     weight: nn.Parameter
     bias: nn.Parameter | None
     overlap: Overlap
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # The class has no name by which it is found.
+        made: Any = super().__reduce_ex__(2)
+        kind, own = type(self).__bases__
+        return _rebuilt, (kind, own), *made[2:]
 
     def _computed(
         self, product: Callable[..., Tensor], input: Tensor, wanted: Placement, **where: int
@@ -152,9 +162,26 @@ def overlapping(
         how["precision"] = module.precision
     if isinstance(module, Linear | PackedLinear):
         how["batch_invariant"] = module.batch_invariant
-    module.overlap = Overlap(mesh, mesh.get_group(), placement, is_local, how)  # type: ignore[assignment]
-    module.__class__ = type(f"{kind.__name__}{own.__name__}", (kind, own), {})
+    module.overlap = Overlap(mesh, placement, is_local, how)  # type: ignore[assignment]
+    module.__class__ = _class_of(kind, own)
     return cast("nn.Linear | PackedLinear", module)
+
+
+_classes: dict[tuple[type, type], type[nn.Module]] = {}
+
+
+def _class_of(kind: type[_Overlapping], own: type[nn.Module]) -> type[nn.Module]:
+    """The class of an overlapping layer whose own class is `own`."""
+    found = _classes.get((kind, own))
+    if found is None:
+        found = _classes[kind, own] = type(f"{kind.__name__}{own.__name__}", (kind, own), {})
+    return found
+
+
+def _rebuilt(kind: type[_Overlapping], own: type[nn.Module]) -> nn.Module:
+    """A layer without its state, as `copy` and `pickle` make it."""
+    made = _class_of(kind, own)
+    return made.__new__(made)
 
 
 def _local(parameter: Tensor, of_replicated: Placement | None = None) -> Tensor:

@@ -36,11 +36,11 @@ from .calls import (
 )
 from .collectives import Gathered, Scattered
 from .exchange import PARTIALS
-from .rows import PartialSums, arrived, arriving, for_rows, words_of
+from .rows import PartialSums, arrived, arriving, for_rows, lie_apart, words_of
 
-#: Elements of the least product that fills a GPU: twice as many tiles of 128 by 256 as an H200 has multiprocessors,
-#: about. Rows of pieces are multiples of `ROW_GRAIN`, as large tiles have.
-LEAST_PIECE, ROW_GRAIN = 240 * 128 * 256, 256
+#: Elements of the least product that fills a GPU: about as many tiles of 128 by 256 as an H200 has multiprocessors.
+#: Rows of pieces are multiples of `ROW_GRAIN`, as large tiles have.
+LEAST_PIECE, ROW_GRAIN = 120 * 128 * 256, 256
 #: The attribute of an epilogue that keeps the result of `with_received`, so that nothing else holds its tensors.
 _OWN = "__gemmery_with_received__"
 
@@ -278,6 +278,7 @@ class _ScatteredProduct(torch.autograd.Function):
         if shared is None:
             whole = Gathered.apply(grad, ctx.group)  # type: ignore[no-untyped-call]
             return of_rows(whole), of_weight(whole), None, None, None
-        with arriving(f"{ctx.op}_reduce_scatter", grad, shared) as rows:
+        apart = lie_apart(grad, back, None, NONE, options)
+        with arriving(f"{ctx.op}_reduce_scatter", grad, shared, apart) as rows:
             of_x = of_rows(rows)
         return of_x, of_weight(arrived(rows)), None, None, None

@@ -11,15 +11,22 @@ import torch.distributed as dist
 import triton
 from torch import Tensor
 
+from .. import devices
 from ..kernels.shards import begin_call, collect, place_shard, wait_for_ranks
 from ..operands import Arrivals, ArrivingRows
-from ..product.spec import Functions
+from ..problem import Config
+from ..product.seen import PLAIN
+from ..product.spec import Functions, Options
+from ..schedules import DEFAULT
+from ..schedules.any_width import COOPERATIVE
 from ..select.shortlist import SHARD
 from .calls import shared_memory, tensors_of
 from .exchange import PARTIALS, RESULTS, ROWS, Memory, Shared
 
 #: Elements that a program copies.
 BLOCK = 4096
+#: Types of rows that kernels for tiles of any width take.
+HALVES = (torch.float16, torch.bfloat16)
 
 
 class Numbers(NamedTuple):
@@ -73,14 +80,15 @@ class _Rows(NamedTuple):
         shards: this rank's shard, on every rank.
         sent: the numbers that tell, on every rank, that this rank's shard was sent.
         arrivals: see `ArrivingRows`.
-        place: launches `place_shard`, given a shard and the time for which it waits.
+        begin: launches `place_shard`, or `begin_call` where the shard lies apart, given a shard and the time for which
+            it waits.
     """
 
     whole: Tensor
     shards: tuple[Tensor, ...]
     sent: tuple[Tensor, ...]
     arrivals: Arrivals
-    place: Callable[[Tensor, int], object]
+    begin: Callable[[Tensor, int], object]
 
 
 def for_rows(x: Tensor, b: Any, bias: Any, functions: Functions, group: dist.ProcessGroup) -> Shared | None:
@@ -91,8 +99,32 @@ def for_rows(x: Tensor, b: Any, bias: Any, functions: Functions, group: dist.Pro
     return shared_memory(x, tensors_of(x, b, bias, functions), group)
 
 
+def lie_apart(x: Tensor, b: Any, bias: Any, functions: Functions, options: Options) -> bool:
+    """Whether a product reads the rank's own rows where they are, and not from the memory of all rows.
+
+    Kernels for tiles of any width do so through a second tensor map, and others through pointers, which is slower. So
+    the answer is whether the former are chosen, as far as types and sizes tell.
+    """
+    device, config = devices.current(x.device), options.config
+    if device is None or not (devices.INTERPRETED or COOPERATIVE.runs_on(device.target)):
+        return False
+    if type(b) not in PLAIN or x.dtype not in HALVES or b.dtype != x.dtype:
+        return False
+    if options.out_dtype not in (None, *HALVES):
+        return False
+    if (
+        config is not None
+        and (pinned := Config.of(config)).schedule == DEFAULT
+        and pinned.loader != "pointer"
+    ):
+        return False
+    matrices = [t for t in tensors_of(x, b, None, functions)[2:] if t.dim() > 1]
+    has_rows = isinstance(bias, Tensor) and bias.dim() > 1
+    return not has_rows and len(matrices) <= 1 and all(t.dtype in HALVES for t in matrices)
+
+
 @contextmanager
-def arriving(op: str, x: Tensor, shared: Shared) -> Iterator[ArrivingRows]:
+def arriving(op: str, x: Tensor, shared: Shared, apart: bool) -> Iterator[ArrivingRows]:
     """The rows of all ranks, one shard behind the other, as an operand that waits for them.
 
     The other ranks' shards arrive while the body of the context runs. They stay there until the next call. Code that
@@ -100,17 +132,21 @@ def arriving(op: str, x: Tensor, shared: Shared) -> Iterator[ArrivingRows]:
 
     Args:
         x: (rows, columns), of the same shape and type on all ranks.
+        apart: whether the rank's own rows stay where they are, see `lie_apart`. Rows that are not contiguous and
+            aligned are always copied.
     """
     rows, columns = x.shape
     memory = shared.memory(op, ROWS, words_of(shared.ranks * rows, columns, x.dtype))
-    # The properties that select the kernel which copies the shard.
-    key = rows, columns, x.dtype, x.stride(), x.data_ptr() % 16
+    place = x.data_ptr() % 16
+    apart = apart and place == 0 and x.is_contiguous()
+    # Otherwise also the properties that select the kernel which copies the shard.
+    key = (rows, columns, x.dtype, *(() if apart else (x.stride(), place)))
     views = memory.views.get(key)
     if views is None:
-        views = memory.views[key] = _rows(shared, memory, x)
+        views = memory.views[key] = _rows(shared, memory, x, apart)
     patience = shared.patience
-    views.place(x, patience)
-    own = views.shards[shared.rank]
+    views.begin(x, patience)
+    own = x if apart else views.shards[shared.rank]
     with shared.beside():
         # First to the rank that visits it first.
         for step in range(1, shared.ranks):
@@ -118,7 +154,7 @@ def arriving(op: str, x: Tensor, shared: Shared) -> Iterator[ArrivingRows]:
             views.shards[rank].copy_(own, non_blocking=True)
             views.sent[rank].copy_(memory.counters, non_blocking=True)
     try:
-        yield ArrivingRows(views.whole, views.arrivals._replace(patience=patience))
+        yield ArrivingRows(views.whole, views.arrivals._replace(patience=patience), own if apart else None)
     finally:
         shared.join()
 
@@ -126,12 +162,14 @@ def arriving(op: str, x: Tensor, shared: Shared) -> Iterator[ArrivingRows]:
 def arrived(rows: ArrivingRows) -> Tensor:
     """The matrix of all rows, for work that is queued later: a kernel waits until they have arrived."""
     flags, calls, rank, ranks, failed, patience, _ = rows.arrivals
+    if rows.own is not None:
+        rows.matrix.chunk(ranks)[rank].copy_(rows.own)
     wait_for_ranks[(1,)]((flags, calls, failed, patience), RANK=rank, RANKS=ranks)
     return rows.matrix
 
 
 @torch.inference_mode(False)
-def _rows(shared: Shared, memory: Memory, x: Tensor) -> _Rows:
+def _rows(shared: Shared, memory: Memory, x: Tensor, apart: bool) -> _Rows:
     rank, ranks, (rows, columns) = shared.rank, shared.ranks, x.shape
     wholes = [
         buffer[: memory.size].view(x.dtype)[: ranks * rows * columns].view(-1, columns)
@@ -139,16 +177,21 @@ def _rows(shared: Shared, memory: Memory, x: Tensor) -> _Rows:
     ]
     shards = tuple([whole[rank * rows : (rank + 1) * rows] for whole in wholes])
     numbers = Numbers.of(memory)
+    sent, arrivals = (
+        tuple([each[rank : rank + 1] for each in numbers.flags]),
+        numbers.arrivals(shared, memory, True),
+    )
+    if apart:
+        begin = _beginning(shared, memory, numbers, waits=True)
+        return _Rows(wholes[rank], shards, sent, arrivals, lambda x, patience: begin(patience))
     failed = memory.failures.data_ptr()
     before = shards[rank], numbers.begun, memory.counters, failed, columns, *x.stride()
     constants = rank, ranks, BLOCK
     grid = (rows * triton.cdiv(columns, BLOCK), 1, 1)
     launch = _quick(place_shard, grid, x.is_cuda, x, *before, shared.patience, *constants)
     return _Rows(
-        wholes[rank], shards, tuple([each[rank : rank + 1] for each in numbers.flags]),
-        numbers.arrivals(shared, memory, of_rows=True),
-        lambda x, patience: launch(x, *before, patience, *constants),
-    )  # fmt: skip
+        wholes[rank], shards, sent, arrivals, lambda x, patience: launch(x, *before, patience, *constants)
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -191,17 +234,21 @@ class PartialSums:
         self.received = views.received
         # The data that is being sent, which the allocator must not reuse.
         self._sent: list[Tensor] = []
-        views.begin(shared.patience)
 
     def send(self, rank: int, first: int, part: Tensor, is_last: bool) -> None:
         """Send some of a rank's rows to it.
+
+        The call begins with the first rows: while a rank computes these, the others may still read what they were sent
+        before.
 
         Args:
             first: the first of them.
             is_last: whether these are its last rows.
         """
-        self._sent.append(part)
         views = self._views
+        if not self._sent:
+            views.begin(self._shared.patience)
+        self._sent.append(part)
         with self._shared.beside():
             views.sends[rank].narrow(0, first, part.shape[0]).copy_(part, non_blocking=True)
             if is_last:

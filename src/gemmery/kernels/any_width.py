@@ -29,7 +29,8 @@ come from its two halves in turn, eight at a time, so that both numbers that mak
 "many rows" and "many turned" are for a batch of matrices and have one more coordinate, the number of the matrix.
 "grouped rows" are for an A whose rows are in groups, each multiplied by its own matrix of B; see
 `place.next_tile_of_rows`. "ranged turned" are for operands of which each product of a batch has a range of K. Tiles of
-a batch are not cut along K.
+a batch are not cut along K. "own rows" are for an A of which some rows lie apart and have a tensor map of their own;
+see `shards.arriving_tile`.
 """
 
 from triton.experimental import gluon
@@ -313,7 +314,8 @@ def consume(
         own_slot = computed(gl.to_tensor(own_slot))
     for unit in range(own, units, every):
         row, col = computed(row), computed(col)
-        if GIVEN is not None and READY is None and unit < whole:
+        # Once the program's first tile has waited, all that other GPUs send is there.
+        if GIVEN is not None and unit < whole and (READY is None or unit != own):
             given.read_first(
                 out, (row + FIRST, col, width), total, taken, own_slot, unit + programs >= units, GIVEN[0], GROUP,
                 SWAP, EACH, BUFFERS, PART, BARRIERS_AT,
@@ -329,7 +331,7 @@ def consume(
             heads, ring, own_steps, stage, phase, width, turn_at(1 - GROUP, BARRIERS_AT), scales, KIND, PROMOTES,
             X_ROWS, FIRST, OWN, WIDTHS, PART, FORMAT, X_FORM, Y_FORM, PINGPONG, BARRIERS_AT,
         )  # fmt: skip
-        if READY is not None:
+        if READY is not None and unit == own:
             READY(state[7])
             if GIVEN is not None and unit < whole:
                 given.read_first(
@@ -389,7 +391,7 @@ def consume(
     ]
 )  # fmt: skip
 def gemm_any_width(
-    x, y, out, scales, shifts, matrix, M, N, K, units, whole, parts, part_k, tiles_m, tiles_n, area_divisor,
+    x, y, out, scales, shifts, own, matrix, M, N, K, units, whole, parts, part_k, tiles_m, tiles_n, area_divisor,
     band_divisor, last_divisor, cut_divisor, width, band_m, x_box, x_size, y_box, y_size, streams, stages, place_args,
     step_args, args, workspace,
     PLACE: gl.constexpr, READY: gl.constexpr, GROUP_OF: gl.constexpr, GIVEN: gl.constexpr, SECOND: gl.constexpr,
@@ -406,6 +408,7 @@ def gemm_any_width(
         out: descriptor of a part of the output, 64 rows of X by some of Y, which is stored at a time.
         scales, shifts: descriptors of a packed weight's group parameters, where it has them. Only their tensor maps
             are used.
+        own: descriptor of the rows of A that lie apart, where there are some. Only its tensor map is used.
         matrix: descriptor of a matrix that the epilogue reads or writes, as `out`; None where there is none. Only its
             tensor map is used.
         units, whole: how many units there are, and how many of them are whole tiles.

@@ -6,6 +6,9 @@ own signal: a place is `EMPTY` until a number is stored there, and `EMPTY` again
 flags and no fences are needed, since four bytes arrive together. The all-reduce for few rows of FlashInfer and
 TensorRT-LLM, which they call "Lamport", works likewise (github.com/flashinfer-ai/flashinfer).
 
+With many rows, the time is that of the bytes on their way. A place then holds two partial sums of 16 bits each: every
+rank rounds its own as well, so all ranks still add up the same numbers.
+
 For each rank an element has two places, which products use in turn. When a rank stores into a place for the second
 time, it has received all partial sums of the product in between. The other ranks sent these after they had finished
 the product before, so they had emptied the place. `uses` counts the products that a square of 8 by 8 elements has been
@@ -86,6 +89,38 @@ def together(first, second, like):
     if IN_GLUON:
         made = tl.convert_layout(made, like.type.layout, assert_trivial=True)
     return made
+
+
+@constexpr_function
+def packs(kind, HALF):
+    """Whether the `halves` of a block of a type become two numbers in each place, of type `HALF`: "fp16" or "bf16"."""
+    if HALF is None:
+        return False
+    dim = 0 if parts_rows(kind) else 1
+    layout: Any = getattr(kind, "layout", None)
+    if layout is None:
+        return kind.shape[dim] >= 16
+    half = [0, 0]
+    half[dim] = kind.shape[dim] // 2
+    return half[dim] >= 8 and half in getattr(layout, "reg_bases", [])
+
+
+@triton.jit
+def packed(low, high, HALF: tl.constexpr):
+    """Two blocks of fp32, rounded to `HALF`, as the bits of one."""
+    KIND: tl.constexpr = tl.bfloat16 if HALF == "bf16" else tl.float16
+    low = low.to(KIND).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    high = high.to(KIND).to(tl.int16, bitcast=True).to(tl.int32) << 16
+    return (high | low).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def unpacked(bits, HALF: tl.constexpr):
+    """The two numbers in each of some bits; see `packed`."""
+    KIND: tl.constexpr = tl.bfloat16 if HALF == "bf16" else tl.float16
+    low = bits.to(tl.int16).to(KIND, bitcast=True).to(tl.float32)
+    high = (bits >> 16).to(tl.int16).to(KIND, bitcast=True).to(tl.float32)
+    return low, high
 
 
 @builtin
@@ -231,19 +266,25 @@ def send(
 @triton.jit
 def receive(
     acc, column, buffers, uses, failed, end, shape, row, col, size, N, COLS: tl.constexpr, RANK: tl.constexpr,
-    TURNED: tl.constexpr,
+    TURNED: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """The sum of this rank's partial sums and those that the others store here; see `places_of` and `arrived`."""
+    """The sum of this rank's partial sums and those that the others store here; see `places_of` and `arrived`.
+
+    With `HALF`, `acc` is what `packed` returns, and there are two sums: those of the first numbers, and of the second.
+    """
     if acc.numel > (TOGETHER if IN_GLUON else TOGETHER_IN_BLOCKS):
         first, second, rows, columns = halves(acc)
         right, below = column + columns, row + rows
         first = receive(
-            first, column, buffers, uses, failed, end, shape, row, col, size, N, COLS, RANK, TURNED
+            first, column, buffers, uses, failed, end, shape, row, col, size, N, COLS, RANK, TURNED, HALF
         )
         second = receive(
-            second, right, buffers, uses, failed, end, shape, below, col, size, N, COLS, RANK, TURNED
+            second, right, buffers, uses, failed, end, shape, below, col, size, N, COLS, RANK, TURNED, HALF
         )
-        return together(first, second, acc)
+        if HALF is None:
+            return together(first, second, acc)
+        else:
+            return together(first[0], second[0], acc), together(first[1], second[1], acc)
     else:
         broken = uses + size // 64
         # As in `computed_anew`: the compiler does not know that this adds 0.
@@ -261,26 +302,34 @@ def receive(
             tl.debug_barrier()
         own = bits_of(acc)
         total = acc
+        upper = acc
         for rank in tl.static_range(len(buffers)):
             bits = own
             if rank != RANK:
                 bits = arrived(buffers[RANK] + first + rank * size, inside, end, broken, failed, rank)
-            part = bits.to(acc.dtype, bitcast=True)
+            if HALF is None:
+                part = bits.to(acc.dtype, bitcast=True)
+            else:
+                part, high = unpacked(bits, HALF)
+                upper = high if rank == 0 else upper + high
             if rank == 0:
                 total = part
             else:
                 total += part
         tl.store(counters, used + 1, mask=inside)
-        return total
+        if HALF is None:
+            return total
+        else:
+            return total, upper
 
 
 @triton.jit
 def of_ranks(
     acc, args, shape, sizes, batch, row, col, ROWS: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr,
     EPILOGUE: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, SCALED: tl.constexpr, AHEAD: tl.constexpr,
-    TURNED: tl.constexpr,
+    TURNED: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """An epilogue of the sum over all ranks.
+    """An epilogue of the sum over all ranks. With `HALF`, partial sums are rounded to this type, see `packs`.
 
     Args:
         args: the ranks' buffers, `uses`, with SCALED the scales of this rank's columns, the places of a rank, columns
@@ -299,13 +348,21 @@ def of_ranks(
         in_half = col + cols % COLS
         places = given[RANKS + 1] + in_half + cols // COLS * (N // 2)
         acc = acc.to(tl.float32) * tl.load(places, mask=in_half < shape[1], other=0.0).to(tl.float32)[None, :]
-    send(acc, 0, buffers, uses, shape, row, col, size, N, COLS, RANK, TURNED)
+    PACKS: tl.constexpr = packs(acc.type, HALF)
+    mine = acc
+    if PACKS:
+        low, high, _, _ = halves(acc)
+        mine = packed(low, high, HALF)
+    send(mine, 0, buffers, uses, shape, row, col, size, N, COLS, RANK, TURNED)
     end = patience
     if IN_GLUON:
         # Where an exchange has failed, nobody waits any more.
         patience = tl.where(tl.load(uses + size // 64, volatile=True) == 0, patience, 0)
         end = time_now(row) + patience.to(tl.int64) * 1000
-    total = receive(acc, 0, buffers, uses, failed, end, shape, row, col, size, N, COLS, RANK, TURNED)
+    OF: tl.constexpr = HALF if PACKS else None
+    total = receive(mine, 0, buffers, uses, failed, end, shape, row, col, size, N, COLS, RANK, TURNED, OF)
+    if PACKS:
+        total = together(total[0], total[1], acc)
     own = given[FACTS + 4 :]
     if AHEAD:
         own = (own, read)

@@ -22,11 +22,12 @@ IN_GLUON = tl.constexpr(False)
 @triton.jit
 def arriving_tile(
     unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, band_m, PLACE: tl.constexpr, RANK: tl.constexpr,
-    RANKS: tl.constexpr,
+    RANKS: tl.constexpr, MARKS: tl.constexpr,
 ):  # fmt: skip
     """A place of an order that begins with the rank's own rows, see `place`. Returns once the rows are there.
 
-    `place_args` is (flags, calls, failed, patience), see `operands.arriving`.
+    `place_args` is (flags, calls, failed, patience), see `operands.arriving`. With MARKS, the batch of the rank's own
+    tiles is 1 + the first of its rows, and 0 of others, see `any_width_load`.
     """
     batch, row, col, end, first_k, last_k = PLACE(unit, state, shape, BLOCK_M, BLOCK_N, band_m)
     row += RANK * (shape[0] // RANKS)
@@ -36,6 +37,8 @@ def arriving_tile(
     if (shard != RANK) & (shard < RANKS):
         flags, calls, failed, patience = state[len(state) - 1]
         wait_for(flags + shard, tl.load(calls), failed, shard, patience)
+    if MARKS:
+        batch = tl.where(shard == RANK, 1 + RANK * (shape[0] // RANKS), 0)
     return batch, row, col, end, first_k, last_k
 
 

@@ -83,7 +83,8 @@ class Fused:
         group: columns of a sparse weight of int4 that share a scale, or 0.
         step: columns of both factors that share a scale; 0 where there are none that change along K.
         ranks: over how many GPUs the product is summed, or its rows come from.
-        spread: what of several ranks the product is: their "sum", of "all rows", or of the "own rows" of a sum.
+        spread: what of several ranks the product is: their "sum", of "all rows", of "all rows, own apart", where those
+            of a rank lie apart, or of the "own rows" of a sum.
         adapter: the rank of an adapter whose thin product is added, or 0.
         aligned: whether only sizes that suit all loads are compiled: odd ones are refused, or spill somewhere.
     """
@@ -149,6 +150,9 @@ FUSED: dict[str, Fused] = {
         unchanged, dtypes=("bf16", "int8"), ranks=2, spread="all rows", rows=4096, aligned=True
     ),
     "arriving_swiglu": Fused(library.swiglu, ranks=8, spread="all rows", rows=4096, aligned=True),
+    "arriving_apart": Fused(
+        library.residual, ("matrix",), ranks=2, spread="all rows, own apart", rows=4096, aligned=True
+    ),
     "received": Fused(library.residual, ("matrix",), ranks=2, spread="own rows", rows=4096, aligned=True),
     "adapted": Fused(unchanged, dtypes=("bf16", "fp16", "fp32", "fp64"), adapter=16, rows=4096),
     "adapted_bias": Fused(unchanged, bias=True, adapter=64, rows=4096),
@@ -215,9 +219,10 @@ def _spread(x: Tensor, columns: int, how: Fused) -> SummedOver | ArrivingRows:
         return torch.empty(shape, dtype=torch.int32, device="meta")
 
     if how.spread != "sum":
-        of_rows = how.spread == "all rows"
+        of_rows = how.spread.startswith("all rows")
+        own = torch.empty_like(x[: rows // how.ranks]) if how.spread == "all rows, own apart" else None
         return ArrivingRows(
-            x, Arrivals(numbers(how.ranks), numbers(1), 1, how.ranks, failed, patience, of_rows)
+            x, Arrivals(numbers(how.ranks), numbers(1), 1, how.ranks, failed, patience, of_rows), own
         )
     places = places_of(rows, columns)
     buffers = tuple([numbers(2, how.ranks, places) for _ in range(how.ranks)])

@@ -6,13 +6,14 @@ See `kernels.shards`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..epilogues.device import with_constants
+from ..kernels import operands as loaders
 from ..kernels import shards
 from .base import Access, Layout, Operand, Spec
 from .dense import Dense, DenseAccess, DenseOperand
@@ -44,10 +45,15 @@ class Arrivals(NamedTuple):
 
 
 class ArrivingRows(NamedTuple):
-    """Such an operand, as public functions pass it on."""
+    """Such an operand, as public functions pass it on.
+
+    Attributes:
+        own: this rank's shard, if it is not part of the matrix: contiguous, as the matrix is, and aligned.
+    """
 
     matrix: Tensor
     arrivals: Arrivals
+    own: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +62,21 @@ class Arriving(Dense):
 
     Attributes:
         rank, ranks, of_rows: see `Arrivals`.
+        is_apart: see `Spec.apart`.
     """
 
     rank: int = 0
     ranks: int = 1
     of_rows: bool = True
+    is_apart: bool = False
 
     @property
     def arrives(self) -> bool:
         return True
+
+    @property
+    def apart(self) -> bool:
+        return self.is_apart
 
     @property
     def shards(self) -> int:
@@ -77,9 +89,9 @@ class Arriving(Dense):
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
-        """The matrix, `Arrivals.flags` and `Arrivals.calls`."""
+        """The matrix, this rank's shard if it lies apart, `Arrivals.flags` and `Arrivals.calls`."""
         number = Layout(torch.int32, (), 0, 1, True)
-        return (self, number, number)
+        return (self, *((replace(self, is_apart=False),) if self.apart else ()), number, number)
 
     @property
     def numbers(self) -> int:
@@ -87,13 +99,15 @@ class Arriving(Dense):
         return 2
 
     def shapes(self, rows: int, cols: int, batch: tuple[int, ...], is_b: bool) -> list[tuple[int, ...]]:
-        return [(*batch, rows, cols), (1, self.ranks), (1, 1)]
+        own = [(*batch, rows // self.ranks, cols)] if self.apart else []
+        return [(*batch, rows, cols), *own, (1, self.ranks), (1, 1)]
 
     def access(self, problem: Problem, is_b: bool, tma: bool) -> Access:
         return ArrivingAccess(self, problem.M, problem.K, problem.batch, tma)
 
     def __str__(self) -> str:
-        return f"{Spec.__str__(self)} {'from' if self.of_rows else 'behind'} {self.ranks} ranks"
+        apart = ", own apart" if self.apart else ""
+        return f"{Spec.__str__(self)} {'from' if self.of_rows else 'behind'} {self.ranks} ranks{apart}"
 
 
 class ArrivingAccess(DenseAccess):
@@ -101,17 +115,32 @@ class ArrivingAccess(DenseAccess):
 
     layout: Arriving
 
+    def _plain_loader(self) -> Any:
+        spec = self.layout
+        if not spec.apart:
+            return super()._plain_loader()
+        assert not self.tma
+        return with_constants(loaders.load_apart, RANK=spec.rank, RANKS=spec.ranks)
+
+    def behind_strides(self, tensors: Sequence[Tensor], numbers: Sequence[float]) -> tuple[Any, ...]:
+        """This rank's shard, if it lies apart."""
+        return (tensors[1],) if self.layout.apart else ()
+
     def place(self, own: Any, is_cut: bool) -> Any:
         spec = self.layout
-        waiting = shards.arriving_tile if spec.of_rows else shards.tile_behind
-        return with_constants(waiting, PLACE=own, RANK=spec.rank, RANKS=spec.ranks)
+        if not spec.of_rows:
+            return with_constants(shards.tile_behind, PLACE=own, RANK=spec.rank, RANKS=spec.ranks)
+        # Tensor maps are chosen by a mark, pointers by the row.
+        return with_constants(
+            shards.arriving_tile, PLACE=own, RANK=spec.rank, RANKS=spec.ranks, MARKS=spec.apart and self.tma
+        )
 
     def ready(self) -> Any:
         spec = self.layout
         return None if spec.of_rows else with_constants(shards.all_there, RANK=spec.rank, RANKS=spec.ranks)
 
     def place_args(self, tensors: Sequence[Tensor], numbers: Sequence[float]) -> tuple[Any, ...]:
-        return (*tensors[1:], *numbers)
+        return (*tensors[1 + self.layout.apart :], *numbers)
 
 
 class ArrivingOperand(DenseOperand):
@@ -119,12 +148,13 @@ class ArrivingOperand(DenseOperand):
 
     Args:
         matrix: (M, K).
+        own: see `ArrivingRows`.
     """
 
-    def __init__(self, matrix: Tensor, arrivals: Arrivals) -> None:
+    def __init__(self, matrix: Tensor, arrivals: Arrivals, own: Tensor | None = None) -> None:
         super().__init__(matrix)
-        self.arrivals = arrivals
-        self.tensors = (matrix, arrivals.flags, arrivals.calls)
+        self.arrivals, self.own = arrivals, own
+        self.tensors = (matrix, *(() if own is None else (own,)), arrivals.flags, arrivals.calls)
 
     @property
     def values(self) -> tuple[Any, ...]:
@@ -134,12 +164,13 @@ class ArrivingOperand(DenseOperand):
     @property
     def places(self) -> tuple[int, ...]:  # type: ignore[override]
         """See `Operand.places`."""
-        return 0, 1, 2
+        return tuple(range(len(self.tensors)))
 
     @property
     def number_places(self) -> tuple[int, ...]:
         """Those of `Arrivals.failed` and `Arrivals.patience`."""
-        return 3, 4
+        first = len(self.tensors)
+        return first, first + 1
 
     @property
     def is_dense(self) -> bool:
@@ -158,10 +189,12 @@ class ArrivingOperand(DenseOperand):
 
     def spec(self, matrix: Spec, along: Sequence[Layout], problem: Problem) -> Spec:
         m, e = matrix, self.arrivals
-        return Arriving(m.dtype, m.steps, m.row, m.col, m.aligned, None, e.rank, e.ranks, e.of_rows)
+        return Arriving(
+            m.dtype, m.steps, m.row, m.col, m.aligned, None, e.rank, e.ranks, e.of_rows, self.own is not None
+        )  # fmt: skip
 
     @property
     def text(self) -> str:
         """Part of a call's key. No operator takes such operands."""
         e = self.arrivals
-        return f"arriving:{e.rank}:{e.ranks}:{e.of_rows}"
+        return f"arriving:{e.rank}:{e.ranks}:{e.of_rows}:{self.own is not None}"

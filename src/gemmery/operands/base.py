@@ -205,6 +205,11 @@ class Spec(Layout):
         return False
 
     @property
+    def apart(self) -> bool:
+        """Whether this GPU's shard of the rows lies apart from the others; see `arriving`."""
+        return False
+
+    @property
     def shards(self) -> int:
         """The number of equal parts of the rows, one for each of several GPUs; a tile has rows of only one."""
         return 1

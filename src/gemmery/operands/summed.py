@@ -20,6 +20,11 @@ from .dense import Dense, DenseOperand
 if TYPE_CHECKING:
     from ..problem import Problem
 
+#: The number of rows from which on ranks send each other partial sums that are rounded to the type of the operands, if
+#: the result is rounded, too: the time is then that of the bytes.
+ROUNDED = 64
+#: Those types, as `kernels.ranks` names them.
+NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 #: The most rows for `sliced_k`, whose accumulators lie along rows. Most other schedules swap operands.
 SLICED = 8
 
@@ -101,9 +106,12 @@ class Summed(Dense):
 
     def of_partial_sum(self, problem: Problem, epilogue: Any, reads_ahead: bool) -> Any:
         # The layout of squares must be the same on all ranks, so it follows from the number of rows.
+        p = problem
+        halves = self.dtype in NAMES and p.out.dtype.itemsize == 2
+        rounds = halves and p.M >= ROUNDED and not p.batch_invariant
         return with_constants(
             ranks.of_ranks, EPILOGUE=epilogue, RANK=self.rank, RANKS=self.ranks, SCALED=self.scale is not None,
-            AHEAD=reads_ahead, TURNED=problem.M > SLICED,
+            AHEAD=reads_ahead, TURNED=problem.M > SLICED, HALF=NAMES[self.dtype] if rounds else None,
         )  # fmt: skip
 
     def before_sum(self, prefetch: Any) -> Any:

@@ -157,8 +157,9 @@ def _parts(a: Any, b: Any) -> tuple[list[Any], Any]:
     if type(a) is ArrivingRows:
         flags, calls, rank, ranks, failed, patience, of_rows = a.arrivals
         given, form = _parts(a.matrix, b)
-        given[1:1] = [flags, calls, failed, patience]
-        return given, ("arriving", rank, ranks, of_rows, form)
+        apart = [] if a.own is None else [a.own]
+        given[1:1] = [*apart, flags, calls, failed, patience]
+        return given, ("arriving", rank, ranks, of_rows, len(apart), form)
     kind = type(b)
     if kind is QuantizedTensor:
         own = b.__dict__

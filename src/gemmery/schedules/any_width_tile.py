@@ -59,10 +59,11 @@ Form = Literal[
     "many turned",
     "grouped rows",
     "ranged turned",
+    "own rows",
 ]
 EACH: dict[Form, int] = {
     "rows": 8, "turned": ROWS, "pairs": 2 * EIGHT, "many rows": 8, "many turned": ROWS, "grouped rows": 8,
-    "ranged turned": ROWS,
+    "ranged turned": ROWS, "own rows": 8,
 }  # fmt: skip
 #: The form of matrices of a batch, by that of one.
 MANY: dict[Form, Form] = {"rows": "many rows", "turned": "many turned"}
@@ -221,7 +222,7 @@ def forms_of(config: Config, forms: Forms) -> tuple[Form, Form]:
     """How X and Y lie, see `kernels.any_width`."""
     if forms.ragged == "k":
         return "ranged turned", "ranged turned"
-    a: Form = "turned" if forms.a_turned else "rows"
+    a: Form = "own rows" if forms.apart else "turned" if forms.a_turned else "rows"
     b: Form = "turned" if forms.b_turned else "pairs" if forms.paired else "rows"
     if forms.packed is not None:
         b = forms.packed.form

@@ -40,6 +40,8 @@ class Tile(Schedule):
     waits_for_rows: ClassVar[bool] = True
 
     def takes(self, config: Config, forms: Forms) -> bool:
+        if forms.apart:
+            return config.loader == "pointer"
         # Descriptors do not know where a range of K ends.
         if forms.ragged == "k":
             return config.loader == "pointer" and not config.rest_n
@@ -47,6 +49,8 @@ class Tile(Schedule):
 
     def refusal(self, problem: Problem, config: Config) -> str | None:
         if not self.takes(config, Forms.of(problem)):
+            if problem.a.apart:
+                return "rows of which some lie apart need the pointer loader"
             return (
                 "products in groups need a block_n that is a power of two; of groups of rows split_k 1, of ranges of K "
                 "the pointer loader"
