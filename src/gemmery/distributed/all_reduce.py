@@ -61,9 +61,9 @@ def matmul_all_reduce(
 
     With few rows it is one kernel. Each rank stores the partial sums of its tiles, in float32, into the memory of the
     others, and adds up those of all ranks in the order of the ranks: the result is rounded once and has the same bits
-    on every rank. The epilogue receives the sum. Unless `batch_invariant` is set, this changes with more rows. From 64 rows
-    on, partial sums are rounded to the type of `a`, if that and the result have 16 bits. From 1024 rows on, each rank
-    computes the sum of its own rows, as `matmul_reduce_scatter` does, and all ranks copy the results.
+    on every rank. The epilogue receives the sum. Unless `batch_invariant` is set, this changes with more rows. From 64
+    rows on, partial sums are rounded to the type of `a`, if that and the result have 16 bits. From 1024 rows on, each
+    rank computes the sum of its own rows, as `matmul_reduce_scatter` does, and all ranks copy the results.
 
     Both require 2 to 8 GPUs of one host that can access each other's memory. The one kernel computes products of at
     most 2^23 elements (1024 rows of 8192 columns). In all other cases, with gradients, and under torch.compile, which
