@@ -389,8 +389,8 @@ class _Recorded(torch.autograd.Function):
         # Not the operand, whose tensors autograd would then not free after the backward pass.
         ctx.kind, ctx.options = (operand.text, operand.sizes), options
         _keep(ctx, x, operand.tensors, a, b, bias, lora_x, u, ctx.needs_input_grad[3])
-        # Not in torch's sight, which would record it.
-        return y if x.dim() == 2 else y.view(*x.shape[:-1], b.shape[0])
+        # No view, since torch forbids changing one in place that a function returns.
+        return y if x.dim() == 2 else y.view(*x.shape[:-1], b.shape[0]).data
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Any:
@@ -400,8 +400,8 @@ class _Recorded(torch.autograd.Function):
         (text, sizes), wanted = ctx.kind, list(ctx.needs_input_grad[2:])
         given = a, b, u, ctx.bias_like, ctx.options.scale, ctx.options.precision, ctx.apart, wanted
         rows = _rows(grad)
-        if torch.is_grad_enabled():
-            # Of the operator torch knows that it has no gradient.
+        if torch.is_grad_enabled() or needs_dispatcher((grad,), records=False):
+            # Of the operator torch knows that it has no gradient, and modes see it.
             made = torch.ops.gemmery.lora_backward(rows, _rows(own), parts, sizes, text, *given)
             found = [value if needed else None for value, needed in zip(made, wanted, strict=True)]
         else:

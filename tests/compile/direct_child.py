@@ -188,11 +188,13 @@ FACTORS = {"scale": [(2.0, 1), (0.0, 1), (-0.0, 1), (2.0, 1)], "matrix": [(1, 1)
 FUSED = {
     "fused": ("bias_gelu", "bf16", TILE + "descriptor"),
     "packed": ("int4_gelu", "bf16", "64x64x128-g1-w4-s3-tile-descriptor-k2-swap"),
+    "adapted": ("adapted_int4", "bf16", "64x64x128-g1-w4-s3-tile-descriptor-k2-swap"),
 }
 if SPECIALIZED.available():
     FUSED |= {
         "specialized packed": ("int4_gelu", "bf16", "128x128x64-g1-w8-s4-specialized-descriptor-k2-swap"),
         "specialized scaled": ("scaled_blocks", "e4m3", "128x256x128-g8-w8-s4-specialized-descriptor"),
+        "any width adapted": ("adapted_bias", "bf16", "64x64x64-g0-w4-s8-cooperative-descriptor-k2-swap"),
     }
 
 

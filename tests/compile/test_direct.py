@@ -19,10 +19,10 @@ pytestmark = pytest.mark.xdist_group("direct")
 
 CHECKS = (
     "pointers", "odd", "descriptors", "batch", "persistent", "tail", "row", "matrix", "scale", "split", "fused",
-    "packed", "unpacked scales", "unpacked channel", "hooks", "unknown", "newer",
+    "packed", "adapted", "unpacked scales", "unpacked channel", "hooks", "unknown", "newer",
 )  # fmt: skip
 if SPECIALIZED.available():
-    CHECKS += ("specialized packed", "specialized scaled")
+    CHECKS += ("specialized packed", "specialized scaled", "any width adapted")
 
 
 @functools.cache

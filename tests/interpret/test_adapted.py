@@ -55,6 +55,13 @@ def test_scales_of_the_weights_rows_leave_the_adapter_alone(format):
         assert error(x, made, left, right) < LIMITS[BF16]
 
 
+def test_autocast_rounds_the_adapter_too():
+    x, weight, left, right = operands(21, 34, 40, 5, F32)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = error(x, weight, left, right)
+    assert LIMITS[F32] < found < LIMITS[BF16]
+
+
 def test_an_epilogue_is_given_the_sum():
     x, weight, left, right = operands(21, 34, 40, 5, F32)
     functions = Functions(lambda acc, y: torch.relu(acc) + y, (torch.randn(21, 34),))

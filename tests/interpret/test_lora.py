@@ -7,13 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 import gemmery
 from gemmery.launch import bound
 from gemmery.launch.bound import Bound
 from gemmery.launch.unpacking import unpacked
 from gemmery.product import cache, compute
-from tests.lora import CASES, WEIGHTS, errors, inputs
+from tests.lora import CASES, WEIGHTS, by_torch, errors, inputs
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 
@@ -39,6 +41,33 @@ def test_autocast_keeps_no_copy_of_the_weight_after_the_backward_pass():
     tensors = [t for t in gc.get_objects() if isinstance(t, torch.Tensor) and t.dtype == BF16]
     assert not [t for t in tensors if t.numel() == weight.numel()]
     assert y.grad_fn is not None
+
+
+@pytest.mark.parametrize("rows", [5, (2, 3), ()])
+def test_the_result_may_be_changed_in_place(rows):
+    x, weight, others = inputs(rows, 24, 40, 4, F32)
+    leaves = [x, *others.values()]
+    y, meant = gemmery.lora_linear(x, weight, **others), by_torch(x, weight, **others)
+    y[..., :3] = 0
+    y += 1
+    found, wanted = (
+        torch.autograd.grad(z.relu_().sum(), leaves) for z in (y, F.pad(meant[..., 3:], (3, 0)) + 1)
+    )
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("how", ["mode", "negated"])
+def test_torch_sees_a_backward_pass_for_which_something_is_to_be_done(how):
+    x, weight, others = inputs((2, 3), 24, 40, 4, F32)
+    leaves, up = [x, *others.values()], torch.randn(2, 3, 24)
+    wanted = torch.autograd.grad(by_torch(x, weight, **others), leaves, up)
+    y = gemmery.lora_linear(x, weight, **others)
+    if how == "mode":
+        with FlopCounterMode(display=False):
+            found = torch.autograd.grad(y, leaves, up)
+    else:
+        found = torch.autograd.grad(y, leaves, torch._neg_view(-up))
+    torch.testing.assert_close(found, wanted)
 
 
 def test_no_columns():
@@ -111,6 +140,8 @@ def launches(monkeypatch):
     monkeypatch.setattr(Bound, "shorten", lambda self, tensors: setattr(self, "direct", launch))
     monkeypatch.setattr(Bound, "launch", lambda self, tensors: None)
     monkeypatch.setattr(bound, "_known", {})
+    # Where another test has imported this, operands are examined for DTensors.
+    monkeypatch.delitem(sys.modules, "torch.distributed.tensor", raising=False)
     cache.forget()
     yield counted
     # The plans do not launch anything.

@@ -141,6 +141,12 @@ class AdaptedOperand(DenseOperand):
     def named(self, name: str) -> list[tuple[str, Tensor]]:
         return [(name, self.matrix), (f"{name}'s adapter", self.left), (f"{name}'s adapter", self.right)]
 
+    def lowered(self, op: str, names: tuple[str, str], dtype: torch.dtype) -> Operand:
+        matrix = super().lowered(op, names, dtype).matrix
+        if matrix is self.matrix:
+            return self
+        return AdaptedOperand(matrix, self.left.to(dtype), self.right.to(dtype), self.scale)
+
     def along(self) -> list[tuple[Tensor, int]]:
         return []
 
