@@ -107,6 +107,43 @@ def test_three_projections_are_one_product(apart, joined, monkeypatch):
             near(getattr(attention, name)(x), getattr(alone, name)(x), 0.01)
 
 
+def test_a_product_is_not_reused_where_it_would_be_another(apart, joined):
+    attention, alone = attention_of(joined), attention_of(apart)
+    x = torch.randn(3, 64).bfloat16()
+    expected = alone.k_proj(x).detach()
+    # Whoever gets a part may change it.
+    attention.q_proj(x)
+    attention.k_proj(x).detach().zero_()
+    near(attention.k_proj(x), expected, 0.01)
+    # Recorded or not.
+    x.requires_grad_()
+    with torch.no_grad():
+        attention.q_proj(x)
+    y = attention.k_proj(x)
+    y.sum().backward()
+    assert x.grad is not None
+    # The bias has changed, or been moved.
+    attention.q_proj(x)
+    with torch.no_grad():
+        attention.qkv_proj.bias.add_(1)
+    assert (attention.k_proj(x) - y).min() > 0.5
+    attention.q_proj(x)
+    attention.to("cpu")
+    assert attention.qkv_proj.kept is None
+
+
+def test_parts_may_be_changed_in_place_while_gradients_are_recorded(apart, joined):
+    grads = []
+    for model in (copy.deepcopy(apart), joined):
+        attention, x = attention_of(model), torch.ones(3, 64).bfloat16().requires_grad_()
+        parts = [getattr(attention, name)(x) for name in PROJECTIONS]
+        for i, part in enumerate(parts):
+            part.mul_(i + 1)
+        sum(part.float().square().sum() for part in parts).backward()
+        grads.append(x.grad)
+    near(*grads)
+
+
 def test_state_dicts_are_those_of_the_layers(apart, joined):
     expected = logits(joined)
     state = joined.state_dict()
@@ -136,6 +173,10 @@ def test_state_dicts_are_those_of_the_layers(apart, joined):
     assert attention.q_proj.weight.dequantize().equal(
         joined.model.layers[1].self_attn.q_proj.weight.dequantize()
     )
+    # What is given is moved to the layer's device.
+    elsewhere = attention_of(copy.deepcopy(joined).to("meta"))
+    elsewhere.q_proj.load_state_dict(attention.q_proj.state_dict())
+    assert not elsewhere.qkv_proj.pending
     attention.q_proj.load_state_dict(other.model.layers[0].self_attn.q_proj.state_dict())
     with pytest.raises(RuntimeError, match="was given other formats for some of them"):
         logits(joined)
@@ -144,6 +185,7 @@ def test_state_dicts_are_those_of_the_layers(apart, joined):
 @pytest.mark.parametrize(("change", "words"), [
     (lambda x: x.pop("q_proj.bias"), r"Missing key.*q_proj\.bias"),
     (lambda x: x.update({"q_proj.other": torch.zeros(1)}), r"Unexpected key.*q_proj\.other"),
+    (lambda x: x.update({"qkv_proj.weight": torch.zeros(1)}), r"Unexpected key.*qkv_proj\.weight"),
     (lambda x: x.update({"q_proj.bias": torch.zeros(3)}), r"q_proj\.bias is tensor"),
     (lambda x: x.update({"k_proj.weight": torch.zeros(32, 64)}), r"k_proj\.weight is tensor"),
 ])  # fmt: skip
@@ -167,8 +209,12 @@ def test_copies_and_undo(apart, joined):
     with torch.no_grad():
         attention_of(joined).qkv_proj.bias.add_(1)
     bias = attention_of(joined).k_proj.bias
+    joined.requires_grad_(False)
+    attention_of(joined).k_proj.register_forward_hook(lambda *_: None)
     joined.report.undo()
     attention = attention_of(joined)
+    assert not attention.k_proj.bias.requires_grad
+    assert attention.k_proj._forward_hooks
     assert [type(x) for x in attention.children()] == [type(x) for x in attention_of(apart).children()]
     assert "qkv_proj" not in attention._modules
     assert attention.k_proj.bias.equal(bias)
@@ -210,6 +256,21 @@ def test_adapters_find_the_projections(apart, joined):
     assert isinstance(attention_of(made.base_model.model).q_proj.base_layer, StackedPart)
 
 
+def test_an_adapter_of_all_rows_is_refused(joined):
+    peft = pytest.importorskip("peft")
+    from gemmery.nn.peft import register
+
+    config = register(peft.LoraConfig(target_modules=r".*self_attn.*proj"))
+    with pytest.raises(ValueError, match="rows of q_proj, k_proj, v_proj can't have an adapter"):
+        peft.get_peft_model(joined, config)
+
+
+def test_attention_by_itself():
+    attention = attention_of(quantised())
+    gemmery.nn.swap(attention)
+    assert isinstance(attention.q_proj, StackedPart)
+
+
 def test_projections_that_stay_apart():
     # Their rows are no multiple of 16.
     model = quantised(head_dim=12, num_attention_heads=5)
@@ -224,6 +285,12 @@ def test_projections_that_stay_apart():
     assert report["model.layers.0.self_attn"] == "of its k_proj: it has hooks"
     assert type(attention_of(model).q_proj) is QuantizedLinear
     assert isinstance(model.model.layers[1].self_attn.q_proj, StackedPart)
+    model = quantised()
+    attention_of(model).k_proj.bias.requires_grad_(False)
+    report = dict(gemmery.nn.swap(model).left)
+    assert report["model.layers.0.self_attn"] == (
+        "the biases of its q_proj, k_proj and v_proj differ in requires_grad"
+    )
     model = quantised()
     gemmery.nn.swap(model, fuse=False)
     assert type(attention_of(model).q_proj) is QuantizedLinear

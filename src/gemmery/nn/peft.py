@@ -20,6 +20,7 @@ from ..precision import AskedPrecision
 from ..product.seen import autocast_dtype
 from .linear import Linear, is_untouched
 from .packed import PackedLinear, is_plain_packed
+from .projections import WHOLE, StackedLinear
 
 try:
     from peft import LoraConfig
@@ -93,6 +94,15 @@ class LoraLinear(lora_layers.Linear):  # type: ignore[misc]  # peft has no types
     The adapter is multiplied in the type of the layer's weight, or autocast's, as in peft under autocast, even if its
     parameters are float32. They receive float32 gradients. An adapter can't be merged into a packed weight (`merge`).
     """
+
+    def __init__(self, base_layer: nn.Module, *args: Any, **kwargs: Any) -> None:
+        if isinstance(base_layer, StackedLinear):
+            names = ", ".join(base_layer.names)
+            raise ValueError(
+                f"the layer with the rows of {names} can't have an adapter, for attention calls these and not it; name "
+                f"them in target_modules, and it in exclude_modules ({WHOLE!r}) if a pattern matches it too"
+            )
+        super().__init__(base_layer, *args, **kwargs)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """(..., in_features) to (..., out_features)."""

@@ -7,7 +7,7 @@ dicts find them. They share a layer with the rows of all three, of which each on
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,9 @@ _NAMES = (
 #: installed.
 CLASSES = frozenset(_NAMES.split())
 
+#: The versions of an input and a bias, and whether gradients are recorded.
+_State = tuple[int, int, bool]
+
 
 class StackedLinear(QuantizedLinear):
     """The rows of several layers, as one layer that multiplies by all of them.
@@ -43,8 +46,8 @@ class StackedLinear(QuantizedLinear):
     Attributes:
         names: of the layers, as the module that has them calls them.
         sizes: the rows of each.
-        kept: the first layer's last input, the version that this had, and the products by layer, for the layers that
-            are called next; None after the last one.
+        kept: the first layer's last input, what its product depended on besides, see `_state`, and the products by
+            index of the layers that are called next; None after the last one.
         pending: what a state dict has had for some of the layers, by index and kind, and can't be one weight with the
             rows of the others yet.
     """
@@ -56,28 +59,37 @@ class StackedLinear(QuantizedLinear):
         self.train(first.training)
         self.names = [*layers]
         self.sizes = [layer.out_features for layer in layers.values()]
-        self.kept: tuple[Tensor, int, tuple[Tensor, ...]] | None = None
+        self.kept: tuple[Tensor, _State, dict[int, Tensor]] | None = None
         self.pending: dict[int, dict[str, Tensor]] = {}
 
     def product_of(self, index: int, x: Tensor) -> Tensor:
         """The product of x and the rows of one layer.
 
         The first layer multiplies by all rows. Those that are called next with the same tensor take their columns, if
-        it has not been changed in place.
+        it has not been changed in place. In eager mode a change is seen by torch's version of the tensor, which
+        inference tensors do not have. Gradients of the parts go through one product: use one backward pass for all.
         """
         if self.pending:
             raise RuntimeError(
                 f"{', '.join(self.names)} are one packed weight, and load_state_dict was given other formats for some "
                 "of them; load all of them"
             )
-        kept = self.kept if index else None
-        if kept is None or kept[0] is not x or kept[1] != _version(x):
-            kept = (x, _version(x), self(x).split(self.sizes, -1))
+        kept, state = self.kept if index else None, self._state(x)
+        if kept is not None and kept[0] is x and kept[1] == state and index in kept[2]:
+            # Once only: the caller may change it in place.
+            rest = {i: y for i, y in kept[2].items() if i != index}
+            self.kept = (x, state, rest) if rest else None
+            return kept[2][index]
+        # The parts do not overlap, so each may be changed in place, which autograd forbids for those of `split`.
+        parts = torch.unsafe_split_with_sizes(self(x), self.sizes, -1)
         if index == 0:
-            self.kept = kept
-        elif index + 1 == len(self.sizes):
-            self.kept = None
-        return kept[2][index]
+            self.kept = (x, state, dict(enumerate(parts[1:], 1)))
+        return parts[index]
+
+    def _state(self, x: Tensor) -> _State:
+        """What a product depends on besides the tensor x itself and the weight."""
+        bias = self.bias
+        return _version(x), 0 if bias is None else _version(bias), torch.is_grad_enabled()
 
     def rows(self, index: int) -> slice:
         """Where the rows of a layer are."""
@@ -120,6 +132,8 @@ class StackedLinear(QuantizedLinear):
         missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
     ) -> None:  # fmt: skip
         # The layers come before, and have loaded it.
+        if strict:
+            unexpected_keys.extend(key for key in state_dict if key.startswith(prefix))
         if self.pending:
             error_msgs.append(f"{', '.join(self.names)} can't be one packed weight: {self._why_pending()}")
             self.pending.clear()
@@ -127,12 +141,19 @@ class StackedLinear(QuantizedLinear):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         """Nothing, for the layers do."""
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        self.kept = None
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call,no-any-return]
+
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"kept": None}
 
 
 def _version(x: Tensor) -> int:
-    """A number that changes when a tensor is changed in place, where torch counts that."""
+    """A number that changes when a tensor is changed in place.
+
+    torch does not count changes of inference tensors, and compiled code can't read the number: there it is 0.
+    """
     return 0 if is_compiling() or x.is_inference() else x._version
 
 
@@ -207,7 +228,9 @@ class StackedPart(PackedLinear):
             elif value.shape != x.shape or isinstance(value, QuantizedTensor) != (kind == "weight"):
                 error_msgs.append(f"{prefix}{kind} is {value!r}; it must be such as {x!r}")
             else:
-                given[kind] = value
+                # As torch, which copies into the tensor that is there, or takes what is given.
+                is_assigned = local_metadata.get("assign_to_params_buffers", False)
+                given[kind] = value if is_assigned else value.to(x.device)
         if strict:
             known = {prefix + kind for kind in own}
             unexpected_keys.extend(key for key in state_dict if key.startswith(prefix) and key not in known)

@@ -25,6 +25,8 @@ def why_not_stacked(layers: Mapping[str, nn.Module | None]) -> str | None:
         found.append(layer)
     if len({(layer.bias is None, layer.batch_invariant) for layer in found}) > 1:
         return f"{names} differ in their bias or batch_invariant"
+    if len({layer.bias.requires_grad for layer in found if layer.bias is not None}) > 1:
+        return f"the biases of {names} differ in requires_grad"
     reason = pieces.why_not_stacked([layer.quantized for layer in found])
     return None if reason is None else f"{names} can't be one packed weight: {reason}"
 
@@ -33,8 +35,8 @@ def parameters_of(layers: Mapping[str, QuantizedLinear]) -> tuple[Tensor, nn.Par
     """The weight and the bias of layers as one; what speaks against it is `why_not_stacked`."""
     found = [*layers.values()]
     biases = [layer.bias.detach() for layer in found if layer.bias is not None]
-    is_trained = any(layer.bias is not None and layer.bias.requires_grad for layer in found)
-    bias = nn.Parameter(torch.cat(biases), is_trained) if biases else None
+    first = found[0].bias
+    bias = None if first is None else nn.Parameter(torch.cat(biases), first.requires_grad)
     return torch.cat([layer.weight.detach() for layer in found]), bias
 
 

@@ -163,18 +163,23 @@ class Swapped:
         for name, part in parts.items():
             before = module._modules[name]
             assert before is not None
-            self._slots.append(Slot(f"{path}.{name}", module, name, before, part))
+            self._slots.append(Slot(f"{path}.{name}" if path else name, module, name, before, part))
         self._added.append((module, projections.WHOLE, whole))
         return whole
 
 
 #: What torch keeps for every module: parameters, buffers, hooks, the training flag. Children apart.
 _STATE = tuple(name for name in nn.Module().__dict__ if name != "_modules")
+#: What of this a layer takes over that has another weight: the training flag and the hooks.
+_CALLING = tuple(
+    name for name in _STATE if not name.startswith(("_parameters", "_buffers", "_non_persistent"))
+)
 
 
 def _restore(before: nn.Module, after: nn.Module) -> None:
     if isinstance(after, PackedLinear) or (isinstance(after, Experts) and after.packed):
-        before.train(after.training)
+        for name in _CALLING:
+            before.__dict__[name] = after.__dict__[name]
         if isinstance(after, StackedPart):
             _restore_bias(before, after)
         return
@@ -201,9 +206,11 @@ def _restore_halves(before: nn.Module, after: PackedGatedMLP) -> None:
 def _restore_bias(before: nn.Module, after: PackedLinear) -> None:
     """Give a layer the bias that has been part of another one."""
     bias = before._parameters["bias"]
-    if bias is not None and after.bias is not None:
+    found = after.whole.bias if isinstance(after, StackedPart) else after.bias
+    if bias is not None and found is not None and after.bias is not None:
         with torch.no_grad():
             bias.copy_(after.bias)
+        bias.requires_grad_(found.requires_grad)
 
 
 def swap(
@@ -277,6 +284,8 @@ def swap(
     if is_layer or foreign.recognise(model) is not None or (fuse and replaceable):
         walk.report.left.append(("", "it is not inside a module, so it can't be replaced"))
     if not isinstance(model, _OURS):
+        if fuse:
+            walk.projections(model, "")
         walk.children(model, "")
     walk.report._install()
     return walk.report

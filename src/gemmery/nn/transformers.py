@@ -366,7 +366,8 @@ class GemmeryQuantizer(HfQuantizer):  # type: ignore[misc]  # transformers has n
                 model.set_submodule(path, block.alone())
             elif isinstance(block, StackedLinear):
                 prefix, _, name = path.rpartition(".")
-                del model.get_submodule(prefix)._modules[name]
+                # A module of attention may have several paths.
+                model.get_submodule(prefix)._modules.pop(name, None)
         made: dict[int, nn.Module] = {}
         for path, module in list(model.named_modules(remove_duplicate=False)):
             if isinstance(module, PackedLinear) or (isinstance(module, Experts) and module.packed):
