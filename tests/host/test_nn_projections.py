@@ -122,6 +122,10 @@ def test_a_product_is_not_reused_where_it_would_be_another(apart, joined):
     y = attention.k_proj(x)
     y.sum().backward()
     assert x.grad is not None
+    with torch.inference_mode():
+        attention.q_proj(x)
+    with torch.no_grad():
+        assert not attention.k_proj(x).is_inference()
     # The bias has changed, or been moved.
     attention.q_proj(x)
     with torch.no_grad():
@@ -187,6 +191,7 @@ def test_state_dicts_are_those_of_the_layers(apart, joined):
     (lambda x: x.update({"q_proj.other": torch.zeros(1)}), r"Unexpected key.*q_proj\.other"),
     (lambda x: x.update({"qkv_proj.weight": torch.zeros(1)}), r"Unexpected key.*qkv_proj\.weight"),
     (lambda x: x.update({"q_proj.bias": torch.zeros(3)}), r"q_proj\.bias is tensor"),
+    (lambda x: x.update({"q_proj.bias": 3}), r"q_proj\.bias is 3"),
     (lambda x: x.update({"k_proj.weight": torch.zeros(32, 64)}), r"k_proj\.weight is tensor"),
 ])  # fmt: skip
 def test_state_dicts_that_do_not_fit(change, words, joined):

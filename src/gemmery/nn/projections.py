@@ -34,8 +34,8 @@ _NAMES = (
 #: installed.
 CLASSES = frozenset(_NAMES.split())
 
-#: The versions of an input and a bias, and whether gradients are recorded.
-_State = tuple[int, int, bool]
+#: The versions of an input and a bias, whether gradients are recorded, and whether inference mode is on.
+_State = tuple[int, int, bool, bool]
 
 
 class StackedLinear(QuantizedLinear):
@@ -87,9 +87,12 @@ class StackedLinear(QuantizedLinear):
         return parts[index]
 
     def _state(self, x: Tensor) -> _State:
-        """What a product depends on besides the tensor x itself and the weight."""
-        bias = self.bias
-        return _version(x), 0 if bias is None else _version(bias), torch.is_grad_enabled()
+        """What a product depends on besides the tensor x itself and the weight; compiled code can't read versions."""
+        if is_compiling():
+            return 0, 0, torch.is_grad_enabled(), False
+        bias = self._parameters["bias"]
+        versions = _version(x), 0 if bias is None else _version(bias)
+        return *versions, torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
     def rows(self, index: int) -> slice:
         """Where the rows of a layer are."""
@@ -150,11 +153,10 @@ class StackedLinear(QuantizedLinear):
 
 
 def _version(x: Tensor) -> int:
-    """A number that changes when a tensor is changed in place.
-
-    torch does not count changes of inference tensors, and compiled code can't read the number: there it is 0.
+    """A number that changes when a tensor is changed in place; 0 for an inference tensor, whose changes torch does not
+    count.
     """
-    return 0 if is_compiling() or x.is_inference() else x._version
+    return 0 if x.is_inference() else x._version
 
 
 class StackedPart(PackedLinear):
@@ -225,7 +227,9 @@ class StackedPart(PackedLinear):
             value = state_dict.get(prefix + kind)
             if value is None:
                 missing_keys.extend([prefix + kind] * strict)
-            elif value.shape != x.shape or isinstance(value, QuantizedTensor) != (kind == "weight"):
+            elif getattr(value, "shape", None) != x.shape or isinstance(value, QuantizedTensor) != (
+                kind == "weight"
+            ):
                 error_msgs.append(f"{prefix}{kind} is {value!r}; it must be such as {x!r}")
             else:
                 # As torch, which copies into the tensor that is there, or takes what is given.
