@@ -51,9 +51,9 @@ def test_the_fastest_are_compared():
     assert bars[:5] == [
         "M1:",
         "",
-        '- "bf16, qkv as one, torch.compile" takes **1.33** (1.00–2.00) times "gemmery int4, torch.compile".',
-        '- "torchao int4, torch.compile" takes **1.00** (0.50–2.00) times "gemmery int4, torch.compile".',
-        '- "bf16, qkv as one, torch.compile" takes **2.00** (2.00–2.00) times "gemmery int4, int4 head, torch.compile".',
+        '- "bf16, qkv as one, torch.compile" takes **1.33** (1.00–2.00) times as long as "gemmery int4, torch.compile".',
+        '- "torchao int4, torch.compile" takes **1.00** (0.50–2.00) times as long as "gemmery int4, torch.compile".',
+        '- "bf16, qkv as one, torch.compile" takes **2.00** (2.00–2.00) times as long as "gemmery int4, int4 head, torch.compile".',
     ]
     assert bars[-1] == '- Missing: "other", not prepared in time.'
 

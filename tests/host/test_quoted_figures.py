@@ -82,7 +82,7 @@ QUOTED = {
     ),
     "invariance": (
         "README.md",
-        r"in the mean of (\d+) products of known models \(ratio ([\d.]*\d)\) and (\d+) % at worst, (\d+) % in",
+        r"in the mean of (\d+) products of known models \(ratio ([\d.]*\d)\) and at worst (\d+) %, or (\d+) % in",
         lambda: (
             summary("invariant")["rows"], summary("invariant")["geomean"], 100 * (1 - summary("invariant")["worst"]),
             100 * (1 - summary("random_invariant")["worst"]),
@@ -105,8 +105,8 @@ QUOTED = {
     ),
     "layouts": (
         "README.md",
-        r"is ([\d.]*\d) times as fast on odd sizes, ([\d.]*\d) times on views of batches, ([\d.]*\d) times on strided operands, "
-        r"and ([\d.]*\d) times as fast in the worst",
+        r"ratio is ([\d.]*\d) for odd sizes, ([\d.]*\d) for views of batches and ([\d.]*\d) for strided operands; the worst "
+        r"of these is ([\d.]*\d)",
         lambda: (*(summary(name)["geomean"] for name in ("odd", "views", "strided")), summary("strided")["worst"]),
     ),
     "fp32 and tf32": (

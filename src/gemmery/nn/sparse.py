@@ -199,7 +199,6 @@ class SparseLinear(nn.Linear):
         """
         self._last = None
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, input: Tensor) -> Tensor:
         """(..., in_features) to (..., out_features).
 
@@ -207,6 +206,14 @@ class SparseLinear(nn.Linear):
             TypeError: the type of the input is not floating point, so the result would be truncated.
             ValueError: the input or a parameter is a DTensor.
         """
+        if torch.compiler.is_dynamo_compiling():
+            from ..product.compiled import uncompiled
+
+            broken: Tensor = uncompiled(self._multiply, input)
+            return broken
+        return self._multiply(input)
+
+    def _multiply(self, input: Tensor) -> Tensor:
         if is_sharded((input, *self.parameters(recurse=False))):
             raise ValueError(
                 "SparseLinear: its input or a parameter is a DTensor; a layer that prunes its weight can't be "
