@@ -273,7 +273,7 @@ def offered(before: dict[int, tuple[int, int]]) -> list[dict[str, Any]]:
 
 
 def serve(method: str, name: str, device: str) -> Iterator[Any]:
-    """What a process answers: at first, when it is ready; then what it compiled; then a time each."""
+    """The answers of a process: first that it is ready, then the results of compiling, then a time for each request."""
     AsyncCompile.use_process_pool = classmethod(lambda cls: False)
     with gemmery.compile.enable() if method == OURS else contextlib.nullcontext():
         small_product(device)
@@ -292,7 +292,7 @@ def serve(method: str, name: str, device: str) -> Iterator[Any]:
 
 
 def work(method: str, name: str, device: str) -> None:
-    """Answer each line of the input with a line. What else is printed goes to the errors."""
+    """Answer each line of the input with a line. All other output goes to stderr."""
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)
         for answer in serve(method, name, device):

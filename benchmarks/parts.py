@@ -1,4 +1,4 @@
-"""What benchmarks with parts share: the command line, the files, and calls that take turns.
+"""The shared parts of benchmarks: the command line, the files, and calls that take turns.
 
 A part is a function that yields entries. An entry has at least a name, and the seconds of all rounds by method.
 """

@@ -1,4 +1,4 @@
-"""What docs/distributed.md shows of the results of `all_reduce.py`, `sharded_rows.py` and `sharded_model.py`."""
+"""The tables of docs/distributed.md, from the results of `all_reduce.py`, `sharded_rows.py` and `sharded_model.py`."""
 
 from pathlib import Path
 

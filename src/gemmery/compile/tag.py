@@ -1,4 +1,4 @@
-"""What tells Inductor's caches whether gemmery is enabled: a part of `torch.compiler.config.cache_key_tag`.
+"""The part of `torch.compiler.config.cache_key_tag` by which Inductor's caches know whether gemmery is enabled.
 
 From torch 2.13 on, torch's settings belong to the thread that makes them. gemmery is offered only where the tag is set,
 so that code with its calls is never cached without the tag.

@@ -155,7 +155,7 @@ def _trace(
 
 
 def _difference(graph: fx.Graph, texts: Sequence[list[str]]) -> str:
-    """What is wrong with a function whose graphs for several sizes have these lines, of which `graph` has the first."""
+    """The reason why the graphs of a function, whose lines are `texts`, differ between sizes; `graph` is the first."""
     for node, *lines in zip(graph.nodes, *texts, strict=False):
         if len(set(lines)) == 1:
             continue

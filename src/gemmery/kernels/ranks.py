@@ -29,8 +29,8 @@ from .rings import barrier
 
 #: The bits of an empty place: -0.0 as fp32, and the least int32, which is never a sum of products.
 EMPTY = tl.constexpr(-(1 << 31))
-#: The bits of a NaN, for numbers that did not arrive.
-MISSING = tl.constexpr(0x7FC00000)
+#: The bits of a NaN in fp32, and of two in fp16 and in bf16, for numbers that did not arrive.
+MISSING = tl.constexpr(0x7FC07FC0)
 #: Elements that are sent and received at a time, limited by registers: by a warpgroup, and by a block of other kernels.
 TOGETHER, TOGETHER_IN_BLOCKS = tl.constexpr(1024), tl.constexpr(2048)
 #: How often a block looks for partial sums in two microseconds. An H200 took 0.45 µs for a look.
@@ -374,5 +374,5 @@ def before_sum(
     args, shape, sizes, batch, row, col, ROWS: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr,
     PREFETCH: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
-    """What an epilogue reads ahead, whose own arguments begin at number `FIRST`."""
+    """The values that an epilogue reads ahead. Its own arguments begin at number `FIRST`."""
     return PREFETCH(args[FIRST:], shape, sizes, batch, row, col, ROWS, COLS, WIDE)

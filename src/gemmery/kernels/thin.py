@@ -300,12 +300,3 @@ def with_product(
     if AHEAD:
         own = (own, read)
     return EPILOGUE(acc, own, shape, sizes, batch, row, col, ROWS, COLS, WIDE)
-
-
-@triton.jit
-def before_product(
-    args, shape, sizes, batch, row, col, ROWS: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr,
-    PREFETCH: tl.constexpr, FIRST: tl.constexpr,
-):  # fmt: skip
-    """What an epilogue reads ahead, whose own arguments begin at number `FIRST`."""
-    return PREFETCH(args[FIRST:], shape, sizes, batch, row, col, ROWS, COLS, WIDE)

@@ -51,7 +51,7 @@ def unpacked(weight: QuantizedTensor) -> Tensor:
 
 
 def unpacking(weight: QuantizedTensor, device: Device) -> Bound:
-    """What unpacks a weight, given those of `PARTS` that it has, and the result."""
+    """A launch that unpacks a weight. Its tensors are those of `PARTS` that the weight has, and the result."""
     (*batch, N, K), group, format = weight.shape, weight.group_size, weight.format
     there = {name: getattr(weight, name) is not None for name in PARTS}
     shifts = "zeros" if there["zeros"] else "offsets" if there["offsets"] else ""

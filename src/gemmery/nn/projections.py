@@ -87,7 +87,7 @@ class StackedLinear(QuantizedLinear):
         return parts[index]
 
     def _state(self, x: Tensor) -> _State:
-        """What a product depends on besides the tensor x itself and the weight; compiled code can't read versions."""
+        """The state by which a kept product is valid, besides x and the weight. Compiled code can't read versions."""
         if is_compiling():
             return 0, 0, torch.is_grad_enabled(), False
         bias = self._parameters["bias"]

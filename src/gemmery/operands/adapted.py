@@ -1,7 +1,7 @@
-"""A first operand with an adapter: to its product, that of two thin matrices is added, as low-rank adaptation has it.
+"""A first operand with an adapter: the product of two thin matrices is added to its product, as in LoRA.
 
 `(x, left, right) @ w` is `x @ w + left @ right`. The kernel adds the thin product to its accumulators, see
-`kernels.thin`. The epilogue is given the sum.
+`kernels.thin`. The epilogue receives the sum.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..epilogues.device import digest, with_constants
-from ..kernels import thin
+from ..kernels import ranks, thin
 from .base import Layout, Operand, Spec
 from .dense import Dense, DenseOperand
 
@@ -26,7 +26,7 @@ _BLOCK = 512
 
 
 class WithAdapter(NamedTuple):
-    """Such an operand, as functions of the library pass it on.
+    """A first operand with an adapter, as `product.run.product` accepts it.
 
     Attributes:
         matrix: (M, K).
@@ -95,7 +95,7 @@ class Adapted(Dense):
         )  # fmt: skip
 
     def before_sum(self, prefetch: Any) -> Any:
-        return with_constants(thin.before_product, PREFETCH=prefetch, FIRST=6 if self.scale is None else 8)
+        return with_constants(ranks.before_sum, PREFETCH=prefetch, FIRST=6 if self.scale is None else 8)
 
     def sum_arguments(
         self, problem: Problem, tensors: Sequence[Any], numbers: Sequence[float]

@@ -45,7 +45,7 @@ class Arrivals(NamedTuple):
 
 
 class ArrivingRows(NamedTuple):
-    """Such an operand, as public functions pass it on.
+    """Rows that arrive, as `product.run.product` accepts them.
 
     Attributes:
         own: this rank's shard, if it is not part of the matrix: contiguous, as the matrix is, and aligned.
