@@ -1,5 +1,6 @@
 """What all tests share: one way of running kernels per process, samples of them, no success without a test."""
 
+import gc
 import importlib.util
 import os
 import sys
@@ -95,6 +96,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if places[test] % mark.args[0]:
                 item.add_marker("exhaustive")
             places[test] += 1
+    # The garbage collector need not look at what the imports made: with torch and transformers each pass takes .2 s.
+    gc.collect()
+    gc.freeze()
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not on_gpu:
         return
@@ -103,6 +107,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not torch.cuda.is_available():
         for item in on_gpu:
             item.add_marker(pytest.mark.skip(reason="no GPU"))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Workers must not share a group of tests, which would set up its processes and tables once in each of them."""
+    if not session.config.getoption("loadgroup", False):
+        return
+    grouped = [item for item in session.items if item.get_closest_marker("xdist_group")]
+    if grouped and "@" not in grouped[0].nodeid:
+        raise pytest.UsageError(
+            "this pytest-xdist ignores groups with this pytest: install those of constraints.txt"
+        )
 
 
 @pytest.hookimpl(trylast=True)

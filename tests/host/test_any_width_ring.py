@@ -1177,7 +1177,7 @@ SPARSE_MUTANTS = {
 MUTANTS |= SPARSE_MUTANTS
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutants_are_caught(mutant):
     """Every mutant is caught, by the message that it names."""

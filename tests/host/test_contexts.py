@@ -19,7 +19,9 @@ COUNTS = (
 
 #: One format stands for the others of packed weights, which go the same way.
 SAMPLED = [
-    pytest.param(kind, marks=pytest.mark.exhaustive) if kind in contexts.PACKED and kind != "int4" else kind
+    pytest.param(kind, marks=pytest.mark.exhaustive)
+    if (kind in contexts.PACKED and kind != "int4") or kind in ("scaled by row", "scaled by block")
+    else kind
     for kind in contexts.KINDS
 ]
 

@@ -38,12 +38,12 @@ MEDIAN, HIGH = 0.08, 0.20
 pytestmark = pytest.mark.xdist_group("prediction")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def data():
     return {each.method: each for each in fit_prediction.read(RESULTS, H200)}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def held_out(data):
     return {method: fit_prediction.cross_validate(each) for method, each in data.items()}
 
@@ -85,8 +85,9 @@ def test_no_recorded_row_is_left_out(data, held_out):
 
 def test_random_products_are_not_fitted_to(tmp_path):
     """Not by the script, nor by anything else that reads recorded results."""
-    known = RESULTS / "decode-bf16.json"
-    (tmp_path / known.name).write_bytes(known.read_bytes())
+    known = tmp_path / "decode-bf16.json"
+    few = json.loads((RESULTS / known.name).read_text())
+    known.write_text(json.dumps(few | {"rows": few["rows"][:4]}))
     before = fit_prediction.read(tmp_path, H200), fit_prediction.sources(tmp_path, H200)
     for name in suites.RANDOM:
         data = json.loads(known.read_text()) | {"suite": name, "drawn": 7}
@@ -206,7 +207,7 @@ def test_winners_of_rows_that_were_left_out_are_right_as_often_as_is_said(data, 
     assert wrong <= (1 - calibration.COVERAGE) * named
 
 
-@pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("step", [11, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_winners_of_recorded_rows_are_not_named_wrongly(step):
     rows = [row for row in recorded.read_results(RESULTS) if set(calibration.METHODS) <= set(row.seconds)]
     named = wrong = 0

@@ -201,7 +201,8 @@ def test_what_was_measured_is_predicted():
     device = devices.TABLE["NVIDIA H200"]
     table = json.loads((measured.TABLES / "nvidia-h200-half.json").read_text())
     wrong, corrected = [], []
-    for shape, times in zip(table["shapes"], table["microseconds"], strict=True):
+    rows = [*zip(table["shapes"], table["microseconds"], strict=True)]
+    for shape, times in rows[::3]:
         p = measured._problem(shape, device, torch.bfloat16, "half")
         predicted = {str(config): cost for config, cost in rank(p)}
         for text, time in zip(table["configs"], times, strict=True):

@@ -27,6 +27,7 @@ QUOTED = (
 )
 # One worker starts the processes.
 pytestmark = pytest.mark.xdist_group("ranks")
+EXHAUSTIVE = pytest.mark.exhaustive
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +37,7 @@ def ranks():
     made.stop()
 
 
-@pytest.mark.parametrize("kind", ("bare", "bias", "relu", "args"))
+@pytest.mark.parametrize("kind", ("bare", pytest.param("bias", marks=EXHAUSTIVE), "relu", "args"))
 def test_all_placements_of_a_linear(ranks, kind):
     first, second = ranks(sharded.linears, kind)
     assert first == second
@@ -83,9 +84,6 @@ def test_what_is_refused(ranks, name):
 @pytest.mark.parametrize("which", sharded.PLANS)
 def test_tensor_parallel_modules(ranks, which):
     ranks(sharded.tensor_parallel, which)
-
-
-EXHAUSTIVE = pytest.mark.exhaustive
 
 
 @pytest.mark.parametrize(

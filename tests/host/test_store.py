@@ -584,7 +584,15 @@ def test_batch_invariant_products_are_not_tuned(place):
 
 @pytest.mark.parametrize("kept", ["no store", "a store"])
 def test_choosing_takes_a_millisecond(place, kept):
-    """The bar is 1 ms on the machine of a GPU; here several times that, with other tests beside it."""
+    """The bar is 1 ms on the machine of a GPU. Here ten thousand additions are timed in turn with each choice, so that
+    a slow or busy processor makes no difference; a choice takes seven times as long as they do.
+    """
+
+    def timed(function, *given):
+        begun = time.perf_counter()
+        function(*given)
+        return time.perf_counter() - begun
+
     problems = [
         make(m, n, k, device="NVIDIA H200", dtype=torch.bfloat16)
         for m, (n, k) in itertools.product(
@@ -594,10 +602,6 @@ def test_choosing_takes_a_millisecond(place, kept):
     if kept == "a store":
         fill(store.current(), make())
     candidates(make())
-    times = []
-    for p in problems:
-        begun = time.perf_counter()
-        candidates(p)
-        times.append(time.perf_counter() - begun)
-    assert len(times) == 20
-    assert sorted(times)[10] < 5e-3
+    ratios = [timed(candidates, p) / timed(sum, map(abs, range(10_000))) for p in problems]
+    assert len(ratios) == 20
+    assert sorted(ratios)[10] < 14, ratios

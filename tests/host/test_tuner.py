@@ -142,9 +142,9 @@ def test_of_a_product_that_copies_its_matrices_the_product_of_the_copies_is_tune
 
 
 def test_each_timing_is_in_the_store_before_the_next_is_taken(tune, kept):
-    seen = []
-    tune(Meter(apart(), after=lambda number: seen.append(len(kept.timings(P)))), exhaustive=True)
-    assert seen[: len(RANKED)] == list(range(len(RANKED)))
+    seen, few = [], RANKED[:20]
+    tune(Meter(apart(), after=lambda number: seen.append(len(kept.timings(P)))), configs=few)
+    assert seen[: len(few)] == list(range(len(few)))
 
 
 def test_what_is_known_is_not_measured_again_unless_asked(tune):

@@ -1,8 +1,16 @@
-"""Triton's interpreter without the work that it repeats."""
+"""Triton's interpreter without the work that it repeats, and tests that do not depend on those before them."""
 
 import functools
 
 import pytest
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_remembered():
+    """Each test begins without the calls and plans of the tests before it, so it does the same alone and among them."""
+    from gemmery.product import cache
+
+    cache.forget()
 
 
 @pytest.fixture(scope="session", autouse=True)
