@@ -143,6 +143,23 @@ def test_each_of_torchs_kernels_is_measured_again(mm_again, other, monkeypatch):
     assert ours.record.times == pytest.approx({name: x / 1e3 for name, x in times.items()})
 
 
+def test_a_kernel_of_torch_that_fails_leaves_gemmery_its_time(monkeypatch):
+    ours = choice._Caller.__new__(choice._Caller)
+    fails = ExternKernelCaller.__new__(ExternKernelCaller)
+    ours.name, fails.name, ours.torchs = "gemmery_mm", "mm", [fails]
+    ours.record = gemmery.compile.Offer("mm", (8, 8, 8), torch.bfloat16, ((8, 1), (8, 1)))
+
+    def benchmark(self, *args, out):
+        if self is fails:
+            raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")
+        return 2.0
+
+    monkeypatch.setattr(ExternKernelCaller, "benchmark", benchmark)
+    found = {fails: math.inf, ours: ours.benchmark(out=None)}
+    choice.measured(found)
+    assert found == {fails: math.inf, ours: pytest.approx(2.04)}
+
+
 def _declined():
     a, b, bias, _ = operands()
     return {

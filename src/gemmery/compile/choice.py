@@ -109,7 +109,7 @@ class _Caller(ExternKernelCaller):
         ours, again = math.inf, dict.fromkeys((choice.name for choice in self.torchs), math.inf)
         for _ in range(TURNS):
             for choice in self.torchs:
-                again[choice.name] = min(again[choice.name], choice.benchmark(*args, out=out) / 1e3)
+                again[choice.name] = min(again[choice.name], _seconds(choice, *args, out=out))
             ours = min(ours, super().benchmark(*args, out=out))  # type: ignore[no-untyped-call]
         self.record.again = again
         return ours
@@ -135,6 +135,14 @@ class _Caller(ExternKernelCaller):
             kwargs=self.kwargs,
         )
         return ir.TensorBox.create(kernel)
+
+
+def _seconds(torchs: ExternKernelCaller, *args: Any, out: Tensor) -> float:
+    """The time of one of torch's kernels; infinite for one that can't run, which Inductor has reported before."""
+    try:
+        return float(torchs.benchmark(*args, out=out)) / 1e3
+    except (NotImplementedError, RuntimeError):
+        return math.inf
 
 
 def _meta(size: Iterable[Any], stride: Iterable[Any], dtype: torch.dtype) -> Tensor:
