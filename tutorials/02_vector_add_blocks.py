@@ -196,7 +196,7 @@ def check() -> list[Row]:
 
 
 def host_us(call: Callable[[], object], calls: int = 2000) -> float:
-    """Host time of a call: how long Python is busy, with nobody waiting for the device in between."""
+    """Host time of a call: how long Python is busy, without waiting for the device between calls."""
     for _ in range(100):
         call()
     torch.cuda.synchronize()

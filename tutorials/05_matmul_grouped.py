@@ -182,7 +182,7 @@ def picture(tiles_m: int, tiles_n: int, group: int) -> str:
 
 
 def blocks_touched(tiles_m: int, tiles_n: int, group: int, in_flight: int) -> float:
-    """How many blocks of a and b the tiles in flight need together for one step along K, on average."""
+    """The average number of blocks of a and b that the tiles in flight need together for one step along K."""
     order = places(tiles_m, tiles_n, group, "written out")
     waves = [order[i : i + in_flight] for i in range(0, len(order), in_flight)]
     return sum(len({row for row, _ in wave}) + len({col for _, col in wave}) for wave in waves) / len(waves)
@@ -249,7 +249,7 @@ def check_best_group(answer: Callable[[int], int]) -> None:
     for in_flight in (16, 64, 132):
         group = answer(in_flight)
         least = min(rows + triton.cdiv(in_flight, rows) for rows in range(1, in_flight + 1))
-        assert group + triton.cdiv(in_flight, group) == least, f"{in_flight} tiles: {least} blocks will do"
+        assert group + triton.cdiv(in_flight, group) == least, f"{in_flight} tiles: {least} blocks are enough"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

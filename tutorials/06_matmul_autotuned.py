@@ -144,7 +144,7 @@ def matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) ->
     """a @ b for float16 matrices of any size and strides, with the fastest of the configs."""
     M, N, K = product_sizes(a, b)
     out = output(out, a, M, N)
-    if K == 0:  # which the kernel assumes not to happen
+    if K == 0:  # the kernel assumes that K > 0
         return out.zero_()
 
     # The grid depends on the tile, which the tuner chooses: so it is a function of the config.

@@ -102,7 +102,9 @@ FIXED = Config(32, 64, 32, group=2, warps=4, stages=1)
 
 @functools.cache
 def machine(device: torch.device) -> tuple[int, Config]:
-    """How many programs the GPU holds, and the first config that fits it. For the interpreter: few and small."""
+    """The number of programs that the GPU holds, and the first config that fits it. For the interpreter: few and
+    small.
+    """
     if INTERPRETED:
         return 3, FIXED
     properties = torch.cuda.get_device_properties(device)
@@ -133,7 +135,7 @@ def matmul_kernel(
 
 
 def check_descriptor(name: str, t: torch.Tensor) -> None:
-    """What the hardware requires of a matrix behind a descriptor."""
+    """Check the hardware's requirements for a matrix with a descriptor."""
     if 0 in t.shape:
         raise ValueError(f"{name}, {tuple(t.shape)}: a descriptor has no empty dimension; rung 7 takes it")
     if t.stride(1) != 1 or t.stride(0) * t.element_size() % 16 or t.data_ptr() % 16:

@@ -202,7 +202,7 @@ class Tile:
         return waves * (triton.cdiv(K, STEP.value) * max(products, loads) + stored)
 
 
-# What the registers of a consumer have room for.
+# The limit of a consumer's registers.
 TILES = [Tile(width, True) for width in range(64, 177, 8)] + [
     Tile(width, False) for width in range(64, 257, 8)
 ]
@@ -215,7 +215,7 @@ def tile_for(M: int, N: int, K: int, sms: int) -> Tile:
 
 
 def place(tile, tiles_m, tiles_n, band):
-    """Where a tile lies, in the grouped order of rung 5. For integers, and in the kernel for scalars."""
+    """The position of a tile in the grouped order of rung 5. For integers, and in the kernel for scalars."""
     first = tile // (band * tiles_n) * band
     rows = min(tiles_m - first, band)
     inside = tile % (band * tiles_n)
@@ -230,11 +230,11 @@ def place(tile, tiles_m, tiles_n, band):
 def products(KIND, WIDTH, BLOCKS):
     """Assembly that multiplies one step: 64 rows of a, BLOCKS times, by WIDTH rows of w.
 
-    A *matrix descriptor* says where a block is in shared memory, in units of 16 bytes, and how it lies: rows of 128
-    bytes, swizzled, eight of them 1024 bytes apart from the next eight. The instruction takes 16 columns of K, which
-    are 32 bytes. A tile's first one replaces what is in the registers: `setp` makes a predicate of `adds`, without
-    which the instruction does not add. `wgmma.fence` orders it after earlier accesses to its registers. The last line
-    waits for the step *before*.
+    A *matrix descriptor* contains the address of a block in shared memory, in units of 16 bytes, and its layout:
+    swizzled rows of 128 bytes, in groups of eight rows, 1024 bytes per group. The instruction takes 16 columns of K,
+    which are 32 bytes. A tile's first one replaces what is in the registers: `setp` makes a predicate of `adds`,
+    without which the instruction does not add. `wgmma.fence` orders it after earlier accesses to its registers. The
+    last line waits for the step *before*.
     """
     numbers = WIDTH // 2  # of a thread, of each 64 rows
     a, w, adds = (f"${2 * BLOCKS * numbers + 4 * i}" for i in range(3))
@@ -297,7 +297,7 @@ placed = gluon.jit(place)
 
 @gluon.constexpr_function
 def boxes(rows, box):
-    """Loads that bring so many rows."""
+    """The number of loads for `rows` rows."""
     return (rows + box - 1) // box
 
 
@@ -378,7 +378,7 @@ def consume(
             mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), pred=k > 0)
             step += 1
         if TURNS:
-            # This group's last products are under way, so the other one's come behind them.
+            # This group's last products are in flight, so the other group's products follow them.
             mbarrier.arrive(turn.index(1 - GROUP))
         acc = finished(acc)
         mbarrier.arrive(free.index((step - 1) % STAGES))
@@ -419,7 +419,7 @@ def bias_gelu(numbers, bias, col, N):
 
 @gluon.constexpr_function
 def column(part, WIDTH):
-    """Where a part begins. The last one may overlap the one before, and stores the same numbers again."""
+    """The first column of a part. The last part may overlap the one before, and then stores the same numbers again."""
     return min(64 * part, WIDTH - 64)
 
 
@@ -550,7 +550,7 @@ def arguments(
     sms: int,
     bias: torch.Tensor | None = None,
 ) -> dict[str, Any]:
-    """What the kernel takes."""
+    """The kernel's arguments."""
     (M, N), K = out.shape, a.shape[1]
     # So that the tiles in flight read about as many rows of a as of w.
     band = max(1, round(math.sqrt(sms * tile.width / ROWS.value)))
@@ -596,7 +596,7 @@ def matmul(
 
 
 class Barrier:
-    """What an mbarrier does."""
+    """A model of an mbarrier."""
 
     def __init__(self, count: int) -> None:
         self.count = self.left = count
@@ -674,7 +674,7 @@ def emulated(
     (M, N), K, height = out.shape, a.shape[1], ROWS.value
     tiles = triton.cdiv(M, height), triton.cdiv(N, tile.width)
     steps, step_k = triton.cdiv(K, STEP.value), STEP.value
-    # What a stage has before its blocks arrive.
+    # The content of a stage before its blocks arrive.
     unread = [torch.full((rows, step_k), math.nan) for rows in (height, tile.width)]
     for program in range(programs):
         ring = [list(unread) for _ in range(stages)]
@@ -747,7 +747,7 @@ def emulated(
 
 
 def columns(width: int) -> list[int]:
-    """Where the parts of a tile begin that are stored at a time."""
+    """The first columns of the parts in which a tile is stored."""
     return [min(64 * part, width - 64) for part in range(triton.cdiv(width, 64))]
 
 

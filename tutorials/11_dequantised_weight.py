@@ -118,7 +118,7 @@ def quantise(w: torch.Tensor) -> Packed:
         raise ValueError(f"wanted float16 (N, K), multiples of 64, got {tuple(w.shape)} of {w.dtype}")
     groups = w.float().unflatten(1, (-1, GROUP))
     scales = (groups.abs().amax(-1) / 7).half()
-    # Where all numbers of a group are 0, any scale will do.
+    # If all numbers of a group are 0, any scale is right.
     numbers = (groups / scales.float().clamp(min=1e-7)[..., None]).round().clamp(-8, 7).int() + 8
     runs = numbers.unflatten(-1, (4, WORDS, 2)).long() << shifts(w.device)
     words = runs.sum((-3, -1))
@@ -134,7 +134,7 @@ def dequantise(w: Packed) -> torch.Tensor:
 
 
 def shifts(device: torch.device) -> torch.Tensor:
-    """Where a word has its numbers: (run, 1, which of the two neighbors)."""
+    """The bit positions of a word's numbers: (run, 1, which of the two neighbors)."""
     return (4 * torch.arange(8, device=device)).reshape(4, 1, 2)
 
 

@@ -160,7 +160,7 @@ def compress(w: torch.Tensor) -> Compressed:
     most = int((fours != 0).sum(-1).max())
     if most > 2:
         raise ValueError(f"the weight is not 2:4 sparse: {most} of four adjacent numbers are not 0")
-    # What is not 0 comes first; then back to the order along K, so that i0 < i1 also where one of the two is 0.
+    # Numbers other than 0 come first; then the order along K is restored, so that i0 < i1 even if one of the two is 0.
     places = (fours == 0).to(torch.int8).argsort(dim=-1, stable=True)[..., :2].sort(-1).values
     codes = places[..., 0] | places[..., 1] << 2
     return Compressed(
@@ -187,7 +187,7 @@ def expand(values, words):
     i0, i1 = code & 3, code >> 2 & 3
     first, second = values.reshape(N, FOURS, 2).split()
     zero = tl.zeros_like(first)
-    # What comes to each of the four places.
+    # The value at each of the four places.
     p0 = tl.where(i0 == 0, first, zero)  # the second one is never at 0,
     p1 = tl.where(i0 == 1, first, tl.where(i1 == 1, second, zero))
     p2 = tl.where(i0 == 2, first, tl.where(i1 == 2, second, zero))
@@ -401,7 +401,7 @@ def mma_sp_kernel(a, codes, x, out, M, N, K, TILES: gl.constexpr, STEPS: gl.cons
     tile, warp = index(TILES, 0, LANES), index(WARPS, 1, LANES)
     lane, register = index(32, 2, LANES), index(4, 3, LANES)
 
-    # Each warp has a part of K, so many steps of 64 columns.
+    # Each warp computes a part of K: `part` steps of 64 columns.
     part = K // 64 // WARPS
     step = gl.program_id(0).to(gl.int64) * (K // 64) + warp * part
     a += step * 256 + lane * 4 + register
@@ -555,7 +555,7 @@ def bench() -> list[Row]:
 
 
 def few_rows(w: torch.Tensor) -> list[tuple[str, str, Product]]:
-    """What is timed where reading the weight takes the time. Weights are packed beforehand, once."""
+    """The products to time if reading the weight takes most of the time. Weights are packed beforehand, once."""
     compressed = compress(w)
     packed = fragments(compressed)
     contenders: list[tuple[str, str, Product]] = [
@@ -570,7 +570,7 @@ def few_rows(w: torch.Tensor) -> list[tuple[str, str, Product]]:
 
 
 def many_rows(w: torch.Tensor) -> list[tuple[str, str, Product]]:
-    """What is timed where the tensor cores take the time; the kernels of this file are none for that."""
+    """The products to time if the tensor cores limit the speed; the kernels of this file are not made for that."""
     import gemmery
 
     sparse = gemmery.sparsify(w, "2:4")

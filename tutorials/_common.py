@@ -1,4 +1,4 @@
-"""What all rungs share: the switch to the interpreter, errors, timing, the record of a run and its printing.
+"""Shared by all rungs: the switch to the interpreter, errors, timing, the record of a run and its printing.
 
 A rung imports this file before it imports Triton, because Triton decides when `@triton.jit` runs whether a function is
 compiled or interpreted. Without a GPU this file turns the interpreter on: the kernels then run on CPU tensors, program
@@ -63,7 +63,7 @@ class Row:
 
 @dataclass
 class Record:
-    """Everything that one run of a rung found out."""
+    """The results of one run of a rung."""
 
     number: int
     title: str
@@ -85,7 +85,7 @@ def normal(*shape: int, dtype: torch.dtype = torch.float16, scale: float = 1.0) 
 
 
 def poisoned(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
-    """An output full of NaN, so that an element that a kernel forgets to write cannot look right."""
+    """An output filled with NaN, so that the check finds an element that a kernel did not write."""
     return torch.full(shape, float("nan"), device=DEVICE, dtype=dtype)
 
 
@@ -156,8 +156,8 @@ def time_us(calls: Sequence[Callable[[], object]], rounds: int | None = None) ->
     """Median device time of each call in microseconds.
 
     `do_bench` overwrites the L2 cache before every run, so that inputs come from memory as they mostly do in a model,
-    and its median ignores the odd slow run. A GPU that has just run something light still has power to spare, which
-    favors whoever comes next; hence several rounds, each in a new order.
+    and its median ignores the odd slow run. A GPU that has just run a light kernel has power to spare, which favors the
+    next one; hence several rounds, each in a new order.
     """
     graphs = [captured(call) for call in calls]
     times: list[list[float]] = [[] for _ in calls]
@@ -236,7 +236,7 @@ class Exercise:
     check: Callable[[Any], None]
 
     def review(self) -> str | None:
-        """What the reader's function lacks, in one line; None if it is right."""
+        """The fault of the reader's function, in one line; None if it is right."""
         calls: list[tuple[Any, ...]] = []
         results: list[object] = []
 
@@ -296,7 +296,7 @@ def same(got: object, wanted: object) -> bool:
 
 
 def predicted(m: int, n: int, k: int) -> str:
-    """What gemmery's model of an H200 says of cuBLAS's time for float16, in words; `gemmery predict` says more."""
+    """The time that gemmery predicts for cuBLAS in float16 on an H200, as text; `gemmery predict` shows details."""
     from gemmery.lab.abstract import abstract_problem
     from gemmery.lab.prediction import predict
     from gemmery.select.shapes import device_named
@@ -334,9 +334,9 @@ def run(
     questions: Sequence[Question] = (),
     exercises: Sequence[Exercise] = (),
 ) -> Record:
-    """Check a rung, on a GPU time it too, print what came out and, with `--json FILE`, write it down.
+    """Check a rung, time it if there is a GPU, print the results and, with `--json FILE`, save them.
 
-    With `--exercise N` nothing of this happens, but the reader's function for exercise N is checked.
+    With `--exercise N`, only the reader's function for exercise N is checked.
     """
     parser = argparse.ArgumentParser(description=f"Rung {number}: {title}.")
     parser.add_argument(
