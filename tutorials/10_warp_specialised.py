@@ -202,7 +202,7 @@ class Tile:
         return waves * (triton.cdiv(K, STEP.value) * max(products, loads) + stored)
 
 
-# The limit of a consumer's registers.
+# Tiles whose accumulators fit into the registers of a consumer.
 TILES = [Tile(width, True) for width in range(64, 177, 8)] + [
     Tile(width, False) for width in range(64, 257, 8)
 ]
@@ -210,7 +210,7 @@ TILES = [Tile(width, True) for width in range(64, 177, 8)] + [
 
 @functools.cache
 def tile_for(M: int, N: int, K: int, sms: int) -> Tile:
-    """The tile with the fewest clocks; of equal ones that which loads less."""
+    """The tile with the fewest clocks; among equal ones, the tile that loads less."""
     return min(TILES, key=lambda tile: (tile.clocks(M, N, K, sms), -tile.width))
 
 

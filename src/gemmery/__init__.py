@@ -41,7 +41,7 @@ __all__ = [
     "warmup",
 ]  # fmt: skip
 
-#: Where the names are that a program seldom needs, and that are imported when it does.
+#: The modules of rarely needed names, which are imported on first use.
 _LATER = {
     "QuantizedTensor": ".formats.tensor", "ScaledTensor": ".formats.scaled", "SparseTensor": ".formats.sparse",
     "explain": ".launch.explain", "grouped_linear": ".grouped", "grouped_mm": ".grouped",
@@ -52,7 +52,7 @@ _LATER = {
 
 
 def _load() -> None:
-    """What `import gemmery` does in a program, for the command, which has put it off."""
+    """Run the deferred part of `import gemmery`, for the command."""
     try:
         eager = import_module("._eager", __name__)
     except ModuleNotFoundError as missing:

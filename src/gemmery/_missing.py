@@ -1,4 +1,4 @@
-"""What is said where torch or Triton is not installed, which no dependency can bring on every machine."""
+"""The message if torch or Triton is not installed, which no dependency can bring on every machine."""
 
 #: By the module that is missing.
 ADVICE = {

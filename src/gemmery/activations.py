@@ -210,7 +210,7 @@ def _scale_type(per: str) -> torch.dtype:
 
 
 class _Walk(NamedTuple):
-    """How a kernel walks over x: what all kernels take last, and the grid; see `kernels.quantize`."""
+    """A kernel's walk over x: the last arguments of all kernels, and the grid; see `kernels.quantize`."""
 
     blocks: int
     arguments: tuple[Any, ...]

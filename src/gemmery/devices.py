@@ -1,4 +1,4 @@
-"""What the selector knows of a GPU: one table of architectures, one of GPUs.
+"""The selector's facts about GPUs: a table of architectures and a table of GPUs.
 
 Adding a GPU is adding a row. Rates are dense datasheet peaks in operations per second, bandwidth in bytes per second,
 sizes in bytes; a row's `achieved` is the part of the peak that a long product reaches in practice, measured for the
@@ -25,7 +25,7 @@ INTERPRETED: bool = bool(knobs.runtime.interpret)
 
 @dataclass(frozen=True)
 class Multiprocessor:
-    """What the programs that run on one multiprocessor (a compute unit on AMD) at a time have between them.
+    """The resources that the programs on one multiprocessor (a compute unit on AMD) share.
 
     Attributes:
         parts: its schedulers (SIMDs on AMD), each of which has a share of the warps and of the registers.
@@ -265,7 +265,7 @@ _NO_TMA = Lack(
     "no tensor descriptors in hardware", "every operand is loaded through pointers",
     "keep adjacent elements adjacent and rows at multiples of 16 bytes, so that each lane loads 128 bits",
 )  # fmt: skip
-#: What a target lacks; keyed by architecture.
+#: The features that a target lacks, by architecture.
 _CANNOT: dict[str, tuple[Lack, ...]] = {
     "sm_80": (_NO_E4M3,),
     "sm_86": (_NO_E4M3,),
@@ -293,7 +293,7 @@ _CANNOT: dict[str, tuple[Lack, ...]] = {
 
 
 def lacks(arch: str) -> list[Lack]:
-    """What a target can't do, what runs instead, and what may be done about it."""
+    """The features that a target lacks, what runs instead, and the remedies."""
     if arch not in ARCHS:
         return [
             Lack(

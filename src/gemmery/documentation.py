@@ -1,4 +1,4 @@
-"""Where the documentation is, for messages: on the project's site if the installed package names one."""
+"""The address of the documentation, for messages: on the project's site if the installed package names one."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-#: How float32 operands are multiplied.
+#: The precision of products of float32 operands.
 Precision = Literal["ieee", "tf32", "tf32x3"]
 PRECISIONS: tuple[Precision, ...] = ("ieee", "tf32", "tf32x3")
 
@@ -23,7 +23,7 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
 }
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
-#: What a product of two such matrices may be stored as; the first is the default.
+#: The types of the result of a product of two such matrices; the first is the default.
 OUT_DTYPES: dict[torch.dtype, tuple[torch.dtype, ...]] = {
     torch.float16: (torch.float16, torch.float32, torch.bfloat16),
     torch.bfloat16: (torch.bfloat16, torch.float32, torch.float16),

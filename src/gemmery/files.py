@@ -30,7 +30,7 @@ class WriteError(OSError):
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """A new file beside `path`, which takes its place at the end of the `with`.
 
-    Where the work fails, or the disk is full, `path` stays as it was. Permissions of a file that is replaced are kept,
+    If the work fails, or the disk is full, `path` does not change. Permissions of a file that is replaced are kept,
     and a link goes on to lead to the same place. A device or a pipe, such as /dev/stdout, is written to directly.
 
     Yields:

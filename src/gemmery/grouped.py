@@ -268,7 +268,7 @@ def _of_rows(
         return product(op, groups, weight, bias, functions, out, options)
     _check_row_scale(op, row_scale, rows, functions.epilogue)
     if is_compiling():
-        # The compiler knows epilogues that were made before, and fuses what is behind them itself.
+        # The compiler knows epilogues that were made before, and fuses the operators after them itself.
         return _times_rows(
             product(op, groups, weight, bias, functions, out, options), row_scale, scatter, out
         )
@@ -445,7 +445,7 @@ def _check_numbers(op: str, offs: Tensor, given: dict[str, tuple[Tensor | None, 
     for name, (numbers, most) in given.items():
         if numbers is None or not _looks_at(numbers) or not _looks_at(offs) or not offs.shape[0]:
             continue
-        # All rows have a place in the result, those behind the groups too.
+        # All rows have a place in the result, including those after the last group.
         used = numbers if name == "scatter" else numbers[: int(offs[-1])]
         if used.numel() and not 0 <= int(used.min()) <= int(used.max()) < most:
             found = f"numbers from {int(used.min())} to {int(used.max())}"
@@ -485,7 +485,9 @@ def _row_scaled(known: Any) -> Epilogue[..., Any]:
 
 
 def _scaled(function: Callable[..., Any] | None, product: Tensor, *args: Any) -> Any:
-    """An epilogue behind a function, or none: the matrices among its results with each row times the last argument."""
+    """An epilogue after a function, or alone: it multiplies each row of the matrices among the results by the last
+    argument.
+    """
     *own, scale = args
     made = product if function is None else function(product, *own)
     many = isinstance(made, tuple | list)

@@ -1,9 +1,9 @@
 """torch's own matrix products made batch-invariant within a context: `with gemmery.batch_invariant():`.
 
-Two of torch's modes do it. They are a thread's own, go along with a backward pass to the threads that run it, and
-nothing of them is left behind outside. Every product, whoever asked for it (`@`, einsum, C++ code, a backward pass),
-passes the dispatch mode, below autograd, autocast, vmap and tensor subclasses, which see what they always see. The
-function mode only mends `linear`, which torch computes in one step or two, as the strides of its input have it.
+Two of torch's modes do it. They are a thread's own, go along with a backward pass to the threads that run it, and leave
+no state outside. Every product, whoever asked for it (`@`, einsum, C++ code, a backward pass), passes the dispatch
+mode, below autograd, autocast, vmap and tensor subclasses, which see what they always see. The function mode only mends
+`linear`, which torch computes in one step or two, as the strides of its input have it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .product.spec import NONE, Number, Options, scalars_of
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _DEVICES = ("cuda", "cpu")
 _LINEAR = torch.ops.aten.linear.default
-#: What tensors have for `__torch_dispatch__` that are nothing special; they may carry the flag that they were.
+#: The `__torch_dispatch__` of tensors that don't define one; they may still carry the flag of those that do.
 _NO_WAY = torch._C._disabled_torch_dispatch_impl
 
 #: Operators that multiply matrices in ways of their own, which other modes or gemmery itself do not see.
@@ -41,7 +41,7 @@ _OPAQUE = (
     "_sparse_semi_structured_linear", "_mixed_dtypes_linear", "_transformer_encoder_layer_fwd",
     "_native_multi_head_attention", "_cudnn_rnn", "miopen_rnn", "mkldnn_rnn_layer",
 )  # fmt: skip
-#: What torch calls its other products of matrices: scaled, grouped, sparse, of packed weights, and new ones.
+#: The names of torch's other matrix products: scaled, grouped, sparse, of packed weights, and new ones.
 _PRODUCT = re.compile(r"(mm|mv|matmul|mkldnn_linear)(_|$)")
 #: Products whose sums are exact.
 _EXACT = ("_int_mm",)
@@ -153,7 +153,7 @@ def _refuse(name: str, *arguments: Any, **more: Any) -> Any:
 
 @functools.cache
 def _handlers() -> dict[Any, _Handler]:
-    """What stands for each of torch's operators, by overload."""
+    """The replacement of each of torch's operators, by overload."""
     aten = torch.ops.aten
     products: dict[Any, _Handler] = {
         aten.mm: _mm, aten.bmm: _mm, aten.matmul: _mm, aten.mv: _mm, aten.dot: _mm, aten.vdot: _mm,

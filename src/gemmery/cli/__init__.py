@@ -49,5 +49,5 @@ def main() -> None:
     try:
         app(prog_name="gemmery")
     except WriteError as error:
-        # What no check could tell before the work, such as a full disk.
+        # An error that no check finds before the work, such as a full disk.
         raise SystemExit(f"Error: {error}") from error

@@ -1,4 +1,4 @@
-"""What commands share: the application, `--json`, and how they read options and tell of mistakes."""
+"""Shared by all commands: the application, `--json`, the reading of options, and the report of mistakes."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def words(given: list[str] | None) -> list[str]:
 
 @contextmanager
 def told() -> Iterator[None]:
-    """What a user got wrong is said in a line, without a traceback."""
+    """Report a user's mistake in one line, without a traceback."""
     try:
         yield
     except (ValueError, TypeError, OSError) as error:

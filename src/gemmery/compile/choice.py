@@ -1,7 +1,7 @@
 """Inductor's side: what is offered, and how compiled code calls it.
 
 Inductor calls the functions of `preprocessing_fns` with the choices of each kernel that it is about to choose. `offer`
-looks for torch's own product among them and puts one of `CHOICES` behind it, with the same inputs, layout and scalars.
+looks for torch's own product among them and adds one of `CHOICES` after it, with the same inputs, layout and scalars.
 Importing this file registers the kernels, which is why compiled code imports it.
 """
 
@@ -60,7 +60,7 @@ class _Choice(ExternKernelChoice):
     """A kernel by its name."""
 
     def hash_key(self) -> str:  # type: ignore[override]  # torch memoises its own
-        """What its times are kept by: those of another version say nothing."""
+        """The key of its times; times of another version are not valid."""
         return f"{super().hash_key()}-{__version__}"
 
 
@@ -94,7 +94,7 @@ class _Caller(ExternKernelCaller):
     def precompile(self) -> None:
         """Compile the kernel. Inductor asks for it in a thread, while its templates are compiled in other processes."""
         place = self.layout.device
-        # What the thread's GPU is, it does not know; and Triton loads kernels into the context that is bound to it.
+        # The thread does not know its GPU, and Triton loads kernels into the context that is bound to the thread.
         with torch.cuda.device(place) if place.type == "cuda" else nullcontext():
             if place.type == "cuda":
                 torch.cuda.set_device(place)
@@ -160,7 +160,7 @@ def begin() -> None:
 
 
 def offer(choices: list[Any]) -> list[Any]:
-    """Inductor's choices for a kernel, and gemmery behind torch's where it can compute the same."""
+    """Inductor's choices for a kernel, with gemmery after torch's if it can compute the same product."""
     place = next((i for i, x in enumerate(choices) if _is_torchs(x)), None)
     # Without the tag, the code would be cached as code of a process in which gemmery is not enabled.
     if place is None or not is_tagged() or not _measures() or not _suits(choices[place]):

@@ -1,4 +1,4 @@
-"""What became of the products for which gemmery was offered."""
+"""A record of the products for which gemmery was offered."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from ..memo import keep
 
-#: What gemmery's choices are called begins with this.
+#: The prefix of the names of gemmery's choices.
 PREFIX = "gemmery_"
 
 

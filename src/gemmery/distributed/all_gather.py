@@ -68,7 +68,7 @@ def all_gather_matmul(
         bias, epilogue, args, out_dtype, precision, batch_invariant, config: as for `gemmery.matmul` of the whole.
 
     Returns:
-        The results of `gemmery.matmul` for the shards of all ranks, one behind the other along `gather_dim`.
+        The results of `gemmery.matmul` for the shards of all ranks, concatenated along `gather_dim`.
 
     Raises:
         ValueError, TypeError: as for `gemmery.matmul`. The other ranks then wait until the timeout.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Gathered(torch.autograd.Function):
-    """The shards of all ranks, one behind the other."""
+    """The shards of all ranks, concatenated."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -52,7 +52,7 @@ class Kind(NamedTuple):
 
 
 def _flagged(name: str) -> Kind:
-    """A kind whose size is in 32-bit words; behind them are two numbers for each rank, see `Numbers`."""
+    """A kind whose size is in 32-bit words; two numbers for each rank follow them, see `Numbers`."""
     return Kind(name, 1 << 20, 1 << 28, lambda n, size: size + 2 * n, lambda size: 1, 0)
 
 
@@ -63,7 +63,7 @@ ROWS, PARTIALS, RESULTS = _flagged("rows"), _flagged("partial sums"), _flagged("
 
 
 class Seconds:
-    """How long a kernel waits for another rank; see `set_timeout`."""
+    """The time that a kernel waits for another rank; see `set_timeout`."""
 
     timeout = 30.0
 
@@ -159,7 +159,7 @@ class Shared:
 
     @property
     def patience(self) -> int:
-        """How long kernels wait, as they take it."""
+        """The time that kernels wait, in the kernels' unit."""
         each = KERNEL_MICROSECONDS if devices.INTERPRETED else 1_000_000
         return min(max(round(Seconds.timeout * each), 2), (1 << 31) - 1)
 

@@ -19,7 +19,7 @@ from .reduce_scatter import linear_reduce_scatter
 
 
 class Overlap(NamedTuple):
-    """How an overlapping layer computes.
+    """The method of an overlapping layer.
 
     Attributes:
         mesh: the ranks.

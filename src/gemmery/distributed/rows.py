@@ -30,7 +30,7 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 class Numbers(NamedTuple):
-    """The numbers behind a buffer of `exchange.ROWS` and the like, one for each rank.
+    """The numbers after a buffer of `exchange.ROWS` and similar kinds, one for each rank.
 
     Attributes:
         flags: on each rank, the last call for which each of the ranks has sent all its data to this one.
@@ -125,7 +125,7 @@ def lie_apart(x: Tensor, b: Any, bias: Any, functions: Functions, options: Optio
 
 @contextmanager
 def arriving(op: str, x: Tensor, shared: Shared, apart: bool) -> Iterator[ArrivingRows]:
-    """The rows of all ranks, one shard behind the other, as an operand that waits for them.
+    """The rows of all ranks, shard after shard, as an operand that waits for them.
 
     The other ranks' shards arrive while the body of the context runs. They stay there until the next call. Code that
     does not wait for them itself uses `arrived`.
@@ -306,7 +306,7 @@ class _Results(NamedTuple):
 
 
 def collected(op: str, results: Sequence[Tensor], shared: Shared) -> tuple[Tensor, ...]:
-    """The rows of all ranks, one shard behind the other, in memory of their own.
+    """The rows of all ranks, shard after shard, in separate memory.
 
     Args:
         results: each (rows, ...), of the same shape and type on all ranks, with the rank's own rows of a sum over the

@@ -26,7 +26,7 @@ def load_{name}(
         wide = as_type(block, tl.float32)
     value = as_type(FUNCTION(wide, ({given}), shape, sizes, batch, row, col, ROWS, COLS, WIDE), block.dtype)
     if CHECK_COLS:
-        # What is beyond the matrix came as 0, and need not be 0 any more.
+        # Elements beyond the matrix were loaded as 0, and need not be 0 any more.
         value = tl.where((tl.arange(0, COLS) < shape[1] - col)[None, :], value, 0.0)
     return value
 """
@@ -50,7 +50,7 @@ def loader_with(source: str, strides: int, arguments: int, load: Any) -> Any:
     Args:
         source: the function's text.
         strides: how many `load` takes.
-        arguments: how many the function takes, which come behind these.
+        arguments: how many the function takes; they follow the strides.
         load: loads the blocks.
     """
     from ..kernels.fused import as_type
@@ -67,7 +67,7 @@ def loader_with(source: str, strides: int, arguments: int, load: Any) -> Any:
 def with_constants(function: Any, **constants: Any) -> Any:
     """A device function of which some constexpr parameters are fixed: to numbers, or to other device functions.
 
-    What is passed to a kernel has the signature that the kernel knows, and no more parameters.
+    The function that a kernel receives has the signature that the kernel calls, and no other parameters.
     """
     import triton.language as tl
 

@@ -68,7 +68,7 @@ def is_device_function(value: Any) -> bool:
 
 
 def device_name(name: str) -> str:
-    """What a function is called in the text of a kernel."""
+    """The name of a function in the text of a kernel."""
     return f"device_{name}"
 
 

@@ -19,7 +19,7 @@ R = TypeVar("R")
 _numbers = itertools.count()
 #: Epilogues, and what products hold of them, by the names under which operators know them.
 _by_name: weakref.WeakValueDictionary[str, Epilogue[Any, Any] | Held] = weakref.WeakValueDictionary()
-#: What products hold of functions that are known again.
+#: The objects that products hold for functions that are recognized again.
 _held: dict[Any, Held] = {}
 
 
@@ -48,7 +48,7 @@ class Epilogue(Generic[P, R]):
         self.__gemmery_epilogue__: Callable[P, R] = function
         functools.update_wrapper(self, function, updated=())
         self._captured: Captured | None = None
-        #: What compiled code holds of it, which has only names.
+        #: The objects that compiled code holds, which only has names.
         self._compiled: set[Held] = set()
         self.name = f"{getattr(function, '__name__', 'epilogue')}-{next(_numbers)}"
         _by_name[self.name] = self
@@ -128,7 +128,7 @@ def hold(captured: Captured, origin: Epilogue[Any, Any] | None = None) -> Held:
 _memo: dict[Any, Epilogue[Any, Any]] = {}
 #: Types of values that a function may take from outside and still be known when it is made anew.
 _SIMPLE = (int, float, bool, str, type(None))
-#: Where a function that takes other things from outside keeps its Epilogue, so that nothing else holds these.
+#: The attribute in which a function that captures other objects keeps its Epilogue, so that nothing else holds these.
 _OWN = "__gemmery_memo__"
 
 

@@ -284,7 +284,7 @@ def _builder(
     """Returns a build of a function, with the values of its cells, globals and defaults that were found."""
     code, name, qualified = function.__code__, function.__name__, function.__qualname__
     surroundings = {"__builtins__": _builtins(function), "__name__": function.__globals__.get("__name__")}
-    # What a function without a key does with the rest of its module is unknown, so it has all of it.
+    # The use that a function without a key makes of its module is unknown, so its identity includes the whole module.
     origin = None if settled else function
 
     def build(tensors: Sequence[Any], made: dict[int, Any]) -> Any:

@@ -251,7 +251,7 @@ def _name(function: Any) -> str:
 
 
 def _further(function: Callable[..., Any]) -> int:
-    """How many positional parameters without a default a function has after the first."""
+    """The number of a function's positional parameters without a default, after the first."""
     if not callable(function):
         raise TypeError(f"compose: given a {type(function).__name__}; it must be a function")
     try:

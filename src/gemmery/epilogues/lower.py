@@ -1,7 +1,8 @@
 """From a graph of aten operators to a device function in Triton, as text and compiled from it.
 
-A value is a block (ROWS, COLS), a row (1, COLS), a column (ROWS, 1) or a number. Where the function halves the last
-dimension, COLS are columns of a half, and a value of whole width is two blocks, its halves, which the tile has at hand.
+A value is a block (ROWS, COLS), a row (1, COLS), a column (ROWS, 1) or a number. If the function halves the last
+dimension, COLS are columns of a half, and a value of whole width is two blocks, its halves, both of which are in the
+tile.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from .trace import Argument, Number, Shape, Sizes
 
 @dataclass(frozen=True)
 class Value:
-    """What a node of the graph is in the kernel.
+    """The value of a graph's node in the kernel.
 
     Attributes:
         names: of its variables: two for a value twice as wide as the output, else one.
@@ -55,7 +56,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Reduction:
-    """A reduction of rows: what blocks leave behind, and how that is put together.
+    """A row reduction: the partial reductions of the blocks, and how they are combined.
 
     Attributes:
         kind: of `table.REDUCTIONS`.
@@ -472,7 +473,7 @@ class _Lowering:
         return self._apply(node, f"{kind}({{0}})", self._inputs(node)[:1], node.meta["val"].dtype)
 
     def _silu(self, node: fx.Node) -> Value:
-        # Where the sigmoid is there for something else, as in gradients, it is not computed twice.
+        # If the sigmoid is needed for something else, as in gradients, it is not computed twice.
         beside = any(str(user.target).startswith("aten.sigmoid.") for user in node.all_input_nodes[0].users)
         template = "{0} * sigmoid({0})" if beside else "silu({0})"
         return self._apply(node, template, self._inputs(node), node.meta["val"].dtype)
@@ -666,7 +667,7 @@ class _Lowering:
             self.complete[each] = Value((name,), row.dtype, row.rows, False)
 
     def _reduce(self, kind: str, blocks: list[str], neutral: float) -> tuple[tuple[str, float], ...]:
-        """What a block leaves of each row, from its halves if there are two."""
+        """The block's partial reduction of each row, from its halves if there are two."""
         if kind in ("sum", "mean"):
             sums = [self.emit(f"tl.sum({block}, 1)") for block in blocks]
             return ((sums[0] if len(sums) == 1 else self.emit(" + ".join(sums)), neutral),)

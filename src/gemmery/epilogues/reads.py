@@ -14,7 +14,7 @@ from dataclasses import dataclass
 _GLOBALS = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
 _CELLS = {"LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"}
 _ATTRIBUTES = {"LOAD_ATTR", "LOAD_METHOD"}
-#: What may stand between two instructions that belong together.
+#: The instructions that may stand between two that belong together.
 _PADDING = {"EXTENDED_ARG", "CACHE"}
 #: Instructions by which code changes what is outside, or brings in what no path shows.
 _CHANGES = {"STORE_GLOBAL", "DELETE_GLOBAL", "IMPORT_NAME"}

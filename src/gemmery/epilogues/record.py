@@ -1,4 +1,4 @@
-"""What a torch function does, as a graph: it runs on tensors without data, and each operator that it calls is noted.
+"""A torch function as a graph: it runs on tensors without data, and each operator that it calls is recorded.
 
 torch has this (make_fx over fake tensors), but brings its compiler and sympy along, whose import takes longer than a
 kernel takes to compile.
@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _META = torch.device("meta")
-#: What torch calls operators whose result, or its shape, depends on data.
+#: torch's tags of operators whose result, or its shape, depends on data.
 _READING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 #: Operators that pick elements by their place, which a tile does not have; slices may be halves and are lowered.
 _INDEXING = {

@@ -83,7 +83,7 @@ class Results:
 
     @property
     def _begins(self) -> list[int]:
-        """Where each result begins in `flat`, and where they end."""
+        """The place in `flat` at which each result begins, and the end of the last."""
         begins = [0]
         for x in self.program.outputs:
             begins.append(begins[-1] + (1 if x.reduced is None else len(x.places)))
@@ -91,13 +91,13 @@ class Results:
 
     @property
     def main_place(self) -> int:
-        """Where the tensor that the kernel stores itself is in `flat`."""
+        """The place in `flat` of the tensor that the kernel itself stores."""
         begins = self._begins
         return begins[-1] if self.program.main is None else begins[self.program.main]
 
     @property
     def written_places(self) -> list[int]:
-        """Where the tensors are in `flat` that the epilogue writes, in its order."""
+        """The places in `flat` of the tensors that the epilogue writes, in its order."""
         begins = self._begins
         outputs = enumerate(self.program.outputs)
         return [place for i, x in outputs if x.places for place in range(begins[i], begins[i + 1])]

@@ -1,4 +1,4 @@
-"""What torch's own operators do with a packed weight: moving, copying and cutting it, and no arithmetic."""
+"""torch's operators on a packed weight: moves, copies and slices, but no arithmetic."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def converted(
 
 def has_no_values(x: Tensor) -> bool:
     """Whether a tensor is on the meta device or traced, so that its numbers can't be looked at."""
-    # Where the compiler looks for shapes, torch before 2.12 does not say that it compiles.
+    # While the compiler infers shapes, torch before 2.12 does not report that it compiles.
     return x.device.type == "meta" or torch.compiler.is_compiling() or is_fake(x)
 
 

@@ -1,4 +1,4 @@
-"""What a format is: how a stored code stands for a number, and what a group of codes shares.
+"""Formats: the number for each stored code, and the parameters that a group of codes shares.
 
 A stored number is `(values[code] - zero) * scale` or `values[code] * scale + offset`, in which zero, scale and offset
 are shared by a group of neighbouring columns of a row; what a whole row, or all, shares besides, multiplies the product
@@ -97,8 +97,9 @@ NF4_STORED = (0, 1, 9, 2, 10, 8, 3, 12, 13, 4, 14, 11, 5, 15, 7, 6)
 #: see `kernels.decoders.ptx_of_e2m1`.
 _E2M1_HALF = (6, 7, 8, 15, 3, 4, 5, 12, 0, 1, 2, 9, 13, 14, 10, 11)
 
-#: How words hold numbers, by `Format.code` and bits, for which the decoder takes fewest instructions: integers 16 bits
-#: apart, where a mask leaves a pair; nf4 in turn, as selectors of prmt; fp8 as the GPU's conversion takes it.
+#: The order of numbers in words, by `Format.code` and bits, with which the decoder needs the fewest instructions:
+#: integers 16 bits apart, where a mask leaves a pair; nf4 in turn, as selectors of prmt; fp8 as the GPU's conversion
+#: takes it.
 ORDERS: dict[tuple[str, int], packing.Order] = {
     ("int", 4): packing.APART,
     ("int", 8): packing.APART,

@@ -50,14 +50,14 @@ class Stored(NamedTuple):
 
     @property
     def pattern(self) -> Pattern:
-        """What is prepared of its indices."""
-        # A call comes through `stored` first. Where an operator or autograd hands on the tensors alone, they have
-        # another version than the sparse tensor, and comparing them once more would wait for the GPU.
+        """The data that is prepared from its indices."""
+        # A call comes through `stored` first. If an operator or autograd passes only the tensors, their version differs
+        # from the sparse tensor's, and another comparison would wait for the GPU.
         return self.prepared or _met(self.compressed, self.plain, self.blocks[self.by_rows])
 
 
 class Lines(NamedTuple):
-    """How a product visits the lines of a block-sparse operand.
+    """The order in which a product visits the lines of a block-sparse operand.
 
     Attributes:
         lines: (lines, 3), int32, for each line in the order of visits its number and the range of its steps. The
@@ -258,7 +258,7 @@ def _look(x: Tensor) -> Any:
 
 
 def _version_of(x: Tensor) -> int | None:
-    """How often a tensor was written to; None for one that does not count, as those of inference mode."""
+    """The number of writes to a tensor; None for a tensor without a counter, as in inference mode."""
     return None if x.is_inference() else x._version
 
 
@@ -273,7 +273,7 @@ class _Known(NamedTuple):
     stored: Stored
 
 
-#: What was made of sparse tensors, by the numbers of the objects.
+#: The prepared patterns of sparse tensors, by the objects' ids.
 _known: dict[int, _Known] = {}
 
 
@@ -307,7 +307,7 @@ def stored(op: str, name: str, x: Tensor) -> Stored:
             raise ValueError(
                 f"{op}: {name} is {tuple(x.shape)}; block-sparse, it must be a matrix and no batch"
             )
-        # What is kept must not be a view of the tensor, which would then be kept, too.
+        # The kept object must not be a view of the tensor, because the tensor would then be kept too.
         found = _checked(op, name, x.data, x)
         if (version := _version_of(x)) is not None and not x.requires_grad:
             number = id(x)

@@ -182,7 +182,7 @@ def _group_size(codes: Tensor, grouped: dict[str, Tensor | None], group_size: in
 def _grouped(
     name: str, values: Tensor | None, codes: Tensor, group_size: int, dtype: torch.dtype
 ) -> Tensor | None:
-    """What groups share, from (*batch, N, groups) to (*batch, groups, Np)."""
+    """The parameters of groups, from (*batch, N, groups) to (*batch, groups, Np)."""
     if values is None:
         return None
     if name == "scales" and not values.is_floating_point():

@@ -13,8 +13,8 @@ from .base import FORMATS
 if TYPE_CHECKING:
     from .tensor import QuantizedTensor
 
-#: What codes in words stand for, as numbers: under torch.compile a tensor made before can't be used, nor one made then
-#: be kept.
+#: The values of codes in words, as Python numbers: code under torch.compile can't use a tensor made before, and can't
+#: keep one.
 VALUES = {name: tuple(format.stored_values.tolist()) for name, format in FORMATS.items()}
 
 
@@ -29,7 +29,7 @@ def dequantize(weight: QuantizedTensor, dtype: torch.dtype) -> Tensor:
 
 
 def numbers(weight: QuantizedTensor) -> Tensor:
-    """What the tensor cores are given: (*batch, N, K) of the weight's type, columns as they are packed."""
+    """The numbers that the tensor cores receive: (*batch, N, K) of the weight's type, with columns in packed order."""
     dtype, format = weight.dtype, weight.format
     rows, columns = weight.shape[-2:]
     codes = packing.unpack(weight.words, format.bits, rows, columns, format.order)
@@ -48,7 +48,7 @@ def numbers(weight: QuantizedTensor) -> Tensor:
 
 
 def spread(weight: QuantizedTensor, shared: Tensor) -> Tensor:
-    """What groups share, (*batch, groups, Np), as (*batch, N, K)."""
+    """The parameters of groups, (*batch, groups, Np), as (*batch, N, K)."""
     rows, columns = weight.shape[-2:]
     each = shared.transpose(-1, -2)[..., :rows, :]
     return each.repeat_interleave(weight.group_size, -1)[..., :columns]
@@ -57,8 +57,8 @@ def spread(weight: QuantizedTensor, shared: Tensor) -> Tensor:
 def rounded_sum(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """`a + b` of float64, rounded once to a type of 16 bits, as a fused multiply-add rounds.
 
-    torch goes from float64 to 16 bits through float32, which rounds twice. What is between is rounded to odd here
-    instead, after which the second rounding is right (Boldo and Melquiond, 2008).
+    torch goes from float64 to 16 bits through float32, which rounds twice. The intermediate result is rounded to odd
+    here instead, after which the second rounding is correct (Boldo and Melquiond, 2008).
     """
     total = a + b
     part = total - a

@@ -70,7 +70,7 @@ def save_safetensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor]
         if memory is not None and memory in stored:
             aliases[key] = stored[memory]
             continue
-        # What a view does to the numbers on reading, conjugate or negate, is no part of what is written.
+        # A conjugated or negated view is written as plain numbers.
         kept = value.detach().resolve_conj().resolve_neg().contiguous()
         if memory is not None:
             stored[memory] = key
@@ -109,7 +109,7 @@ def flattened(
 def metadata_text(
     quantized: Mapping[str, Mapping[str, str]], aliases: Mapping[str, str] | None = None
 ) -> str:
-    """What a file's metadata has under `KEY`.
+    """The text of a file's metadata under `KEY`.
 
     Args:
         quantized: the texts of each packed tensor, see `flattened`.
@@ -135,7 +135,9 @@ def texts_of_file(path: str | os.PathLike[str]) -> dict[str, Mapping[str, str]]:
 
 
 def _memory(x: Tensor) -> tuple[Any, ...] | None:
-    """What two tensors have in common if and only if they are one; None where there is nothing to share."""
+    """A value that is equal for two tensors if they are the same view of the same memory; None for a tensor without
+    memory.
+    """
     if x.layout != torch.strided or not x.numel() or x.device.type == "meta":
         return None
     view = (x.storage_offset(), tuple(x.shape), x.stride(), x.dtype, x.is_conj(), x.is_neg())
@@ -186,7 +188,7 @@ def load_safetensors(path: str | os.PathLike[str], device: torch.device | str = 
 
 @dataclass(frozen=True)
 class _About:
-    """What a file's metadata says under `KEY`.
+    """The parsed metadata of a file under `KEY`.
 
     Attributes:
         tensors: by the name of a packed weight the texts of `PackedWeight.to_tensors`.

@@ -1,4 +1,4 @@
-"""How the kept numbers of a 2:4 sparse weight are stored: a table with a row for each code."""
+"""The storage of a 2:4 sparse weight's kept numbers: a table with a row for each code."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def in_halves(numbers: Tensor) -> Tensor:
 
 
 def from_halves(values: Tensor) -> Tensor:
-    """What `in_halves` packed: int8, (..., 2 n).
+    """The inverse of `in_halves`: int8, (..., 2 n).
 
     Example:
         >>> from_halves(torch.tensor([33, 127], dtype=torch.int8)).tolist()
@@ -58,7 +58,7 @@ def _to_int4(numbers: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Code:
-    """How kept numbers are stored. `operands.sparse.DECODERS` has the device function for each code.
+    """A storage code of kept numbers. `operands.sparse.DECODERS` has the device function for each code.
 
     Attributes:
         name: as in `SparseTensor.code`; "" for numbers of 16 bits, which are stored as they are.

@@ -7,8 +7,8 @@ words, which lie side by side: two of row `g` and then two of row `g + 8`, with 
 `2 q + 1` modulo 8. So a lane reads 16 bytes, and no number ever changes its lane.
 
 The tensor cores take numbers of adjacent columns in pairs. So the first of two words has the first half of both
-columns' numbers and the second one the rest: all that a pair is made of lies in one word. Where in it is a matter of
-the format, see `formats.base.ORDERS`.
+columns' numbers and the second one the rest: all that a pair is made of lies in one word. The format determines the
+place in the word, see `formats.base.ORDERS`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torch import Tensor
 VERSION = 3
 #: Rows of a strip, and words of a line, which is 128 bytes long.
 STRIP, LINE = 16, 32
-#: Where the 32 bits of a word's numbers lie, from the lowest one of each number on, the even column's numbers first:
-#: each of 0 to 31 once.
+#: The places of the 32 bits of a word's numbers, from the lowest bit of each number on, the even column's numbers
+#: first: each of 0 to 31 once.
 Order = tuple[int, ...]
 #: The even column's numbers, and the odd one's 16 bits above.
 APART: Order = tuple(range(32))
@@ -74,10 +74,10 @@ def pack(codes: Tensor, bits: int, order: Order) -> Tensor:
         order: where a word has the bits of its numbers, as `Format.order` says.
 
     Returns:
-        int32, (..., strips, lines, 32): four lines a block of columns. What pads the matrix is code 0.
+        int32, (..., strips, lines, 32): four lines a block of columns. The padding is code 0.
 
-    Raises:
-        ValueError: no words hold so many bits, or the order does not have each of a word's bits once.
+    Raises: ValueError: words do not hold numbers of `bits` bits, or the order does not contain each of a word's bits
+        once.
 
     Example:
         >>> import torch
@@ -104,7 +104,7 @@ def pack(codes: Tensor, bits: int, order: Order) -> Tensor:
 
 
 def unpack(words: Tensor, bits: int, rows: int, columns: int, order: Order) -> Tensor:
-    """What `pack` packed: uint8, (..., rows, columns)."""
+    """The inverse of `pack`: uint8, (..., rows, columns)."""
     *lead, strips, lines, _ = words.shape
     per = 32 // bits
     parts = words.reshape(*lead, strips, lines // 4, 8, 4, 2, 2, 1)

@@ -31,7 +31,7 @@ def is_per_row(weight: QuantizedTensor) -> bool:
 def of_batch(
     weight: QuantizedTensor, batch: tuple[int, ...], take: Callable[[Tensor], Tensor]
 ) -> QuantizedTensor:
-    """What `take` takes of every tensor's leading dimensions, which leaves `batch` of them."""
+    """A weight of the parts that `take` takes of every tensor's leading dimensions, which become `batch`."""
     inner = weight.parts()
     for name in inner.keys() - {"permutation"}:
         if name != "channel" or is_per_row(weight):

@@ -36,7 +36,7 @@ PART, PART_ON_GPU = 1 << 16, 1 << 21
 
 @dataclass(frozen=True)
 class _Request:
-    """What is asked for, checked."""
+    """The checked arguments of `quantize`."""
 
     format: Format
     group_size: int
@@ -69,7 +69,7 @@ class _Asked:
 
 @dataclass(frozen=True)
 class _Rule:
-    """How numbers become a format.
+    """The rule by which numbers are quantized to a format.
 
     Attributes:
         sizes: group sizes that can be asked for.

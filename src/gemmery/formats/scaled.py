@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 Kind = Literal["tensor", "row", "1x128", "128x128", "1x32"]
-#: What the numbers can be.
+#: The supported types of numbers.
 DTYPES = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 #: Columns, and for weights rows, that share a scale in the kinds with blocks; columns in the MX formats.
 BLOCK, MX_BLOCK = 128, 32
@@ -160,7 +160,7 @@ def _check(data: Any, scale: Any) -> None:
 
 
 def _kind(data: Tensor, scale: Tensor) -> Kind:
-    """What shares a scale; ValueError where the shapes fit nothing."""
+    """The elements that share a scale; ValueError if the shapes fit no kind."""
     *lead, R, K = data.shape
     given = tuple(scale.shape)
     if scale.dtype == E8M0:

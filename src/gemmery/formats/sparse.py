@@ -32,7 +32,7 @@ from .weight import (
     shape_of_text,
 )
 
-#: What a file says of the format; the only pattern there is.
+#: The pattern in files; there is no other.
 PATTERN = "2:4"
 #: Columns of which two are kept; rows and columns of which storage has a multiple.
 GROUP, ROWS, COLUMNS = 4, 32, 64
@@ -288,7 +288,7 @@ class SparseTensor(PackedWeight):
 
 
 def restore(tensors: dict[str, Tensor], texts: dict[str, str], extras: dict[str, Any]) -> SparseTensor:
-    """What a pickle calls: the weight, and what others had set on it."""
+    """Restore a pickled weight, and the attributes that others had set on it."""
     result = SparseTensor.from_tensors(tensors, texts)
     result.__dict__.update({name: value for name, value in extras.items() if name not in SparseTensor.OWN})
     return result
@@ -379,7 +379,7 @@ def check_groups(caller: str, code: str, has_scales: bool, group_size: int) -> N
 
 
 def is_group_size(size: object) -> bool:
-    """Whether so many columns can share a scale.
+    """Whether `size` columns can share a scale.
 
     Example:
         >>> [size for size in (0, 16, 32, 96, 128) if is_group_size(size)]
@@ -583,7 +583,7 @@ def of_codes(
 
 
 def laid_scales(scales: Tensor, rows: int) -> Tensor:
-    """Scales (*batch, N, groups) as they lie for so many stored rows."""
+    """Scales (*batch, N, groups) in stored order, padded to the number of stored rows."""
     padding = (0, rows - scales.shape[-2])
     found: Tensor = torch.nn.functional.pad(scales.transpose(-1, -2), padding)
     return found.contiguous()
@@ -603,7 +603,7 @@ def _laid(numbers: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def places_of(mask: Tensor) -> Tensor:
-    """Where a mask (*batch, N, K) with two of each four is True, as `of_kept` takes it."""
+    """The places at which a mask (*batch, N, K) with two of each four is True, in the form that `of_kept` takes."""
     return _first_two(mask.unflatten(-1, (-1, GROUP)).to(torch.int8))
 
 
@@ -625,7 +625,7 @@ def quantized(weight: SparseTensor, code: Code, dtype: torch.dtype) -> SparseTen
 
 
 def _kept(w: Tensor, method: Method) -> Tensor:
-    """Which two of each four numbers are kept, (*batch, N, K / 4, 2), in any order."""
+    """The places of the two kept numbers of each four, (*batch, N, K / 4, 2), in any order."""
     groups = w.unflatten(-1, (-1, GROUP))
     if method == "transposable":
         return places_of(transposable_mask(w))
@@ -672,7 +672,7 @@ _kept_patterns = functools.cache(_patterns)
 
 
 def transposable_mask(w: Tensor) -> Tensor:
-    """Where "transposable" keeps numbers: a bool of the weight's shape.
+    """The mask of numbers that "transposable" keeps: bool, of the weight's shape.
 
     Raises:
         ValueError: N is no multiple of 4.

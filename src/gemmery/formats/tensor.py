@@ -263,7 +263,7 @@ def _check_permutation(permutation: Tensor | None) -> None:
 
 
 def restore(tensors: dict[str, Tensor], texts: dict[str, str], extras: dict[str, Any]) -> QuantizedTensor:
-    """What a pickle calls: the weight, and what others had set on it."""
+    """Restore a pickled weight, and the attributes that others had set on it."""
     result = QuantizedTensor.from_tensors(tensors, texts)
     result.__dict__.update({name: value for name, value in extras.items() if name not in QuantizedTensor.OWN})
     return result
@@ -310,7 +310,7 @@ def _check(shape: tuple[int, ...], format: Format, dtype: torch.dtype, group_siz
 
 
 def is_group_size(size: object) -> bool:
-    """Whether so many columns can share a scale: kernels take powers of two that are no less than a step's 16.
+    """Whether `size` columns can share a scale: kernels support powers of two of at least 16, a K step.
 
     Example:
         >>> [size for size in (0, 8, 16, 48, 64) if is_group_size(size)]

@@ -14,7 +14,7 @@ from ..dtensors import is_sharded
 from ..files import parse_json
 from . import aten
 
-#: What a weight can be multiplied with.
+#: The types that a weight can be multiplied with.
 DTYPES = (torch.float16, torch.bfloat16)
 
 Inner = Mapping[str, Tensor | None]
@@ -70,7 +70,7 @@ class PackedWeight(Tensor):
 
     @abstractmethod
     def of_batch(self, batch: tuple[int, ...], take: Callable[[Tensor], Tensor]) -> Self:
-        """What `take` takes of every tensor's leading dimensions, which leaves `batch` of them."""
+        """A weight of the parts that `take` takes of every tensor's leading dimensions, which become `batch`."""
 
     @abstractmethod
     def cut_rows(self, start: int, stop: int, caller: str = "slice") -> Self:
@@ -113,7 +113,7 @@ class PackedWeight(Tensor):
     @property
     @abstractmethod
     def form(self) -> str:
-        """What the weight is stored as, for the `repr` of modules."""
+        """The stored form of the weight, for the `repr` of modules."""
 
     # --- as values -------------------------------------------------------------------------------------------------
 
@@ -180,7 +180,7 @@ class PackedWeight(Tensor):
     # --- copies and files --------------------------------------------------------------------------------------------
 
     def _extras(self) -> dict[str, Any]:
-        """What others have set on the weight, such as that it is a parameter."""
+        """The attributes that others have set on the weight, such as that it is a parameter."""
         return {name: value for name, value in self.__dict__.items() if name not in self.OWN}
 
     def storage(self) -> Any:

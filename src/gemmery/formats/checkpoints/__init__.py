@@ -1,8 +1,8 @@
 """Weights as other libraries store them, read into a `QuantizedTensor` or `SparseTensor` without a change of value.
 
 One file a source, and `read.py`, which tells them apart. None of the libraries is imported: their tensors are known by
-their names, shapes and attributes. What is read is the weight alone; that some libraries round activations as well when
-they multiply is theirs.
+their names, shapes and attributes. Only the weight is read; some libraries also round activations when they multiply,
+but gemmery does not.
 """
 
 from .bitsandbytes import read_bnb, read_bnb_state

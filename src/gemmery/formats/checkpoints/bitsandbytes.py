@@ -188,7 +188,7 @@ def _check_type(given: str, values: Tensor) -> None:
 
 
 def _state(text: Tensor) -> dict[str, Any]:
-    """What the bytes of a `quant_state` say; the type as torch's.
+    """The content of a `quant_state`'s bytes; the type is torch's.
 
     Raises:
         ValueError: they are not as bitsandbytes writes them.
@@ -211,7 +211,7 @@ def _state(text: Tensor) -> dict[str, Any]:
     return state | {"dtype": dtype, "quant_type": state.get("quant_type")}
 
 
-#: What `Linear8bitLt.weight_format` says, by its number: how int8 numbers follow each other in memory.
+#: The values of `Linear8bitLt.weight_format`, by number: the order of int8 numbers in memory.
 _WEIGHT_FORMATS = ("row", "col32", "col_turing", "col_ampere")
 
 

@@ -1,4 +1,4 @@
-"""What llm-compressor saves: compressed-tensors' integer, fp8 and fp4 formats."""
+"""Checkpoints of llm-compressor: compressed-tensors' integer, fp8 and fp4 formats."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def read_gptq(
     """A weight from a GPTQ checkpoint, of 4 or 8 bits, with or without act-order.
 
     The layout is AutoGPTQ's and GPTQModel's ("gptq" and "gptq_v2"): weight[n, k] is
-    `(code[k, n] - zero[g_idx[k], n]) * scales[g_idx[k], n]`. How many bits a code has follows from the shapes.
+    `(code[k, n] - zero[g_idx[k], n]) * scales[g_idx[k], n]`. The number of bits per code follows from the shapes.
 
     Args:
         qweight: int32, (K * bits / 32, N): consecutive k in one word, the first in the lowest bits.

@@ -1,4 +1,4 @@
-"""Which of the readers a weight is for."""
+"""The choice of the reader for a weight."""
 
 from __future__ import annotations
 
@@ -104,8 +104,8 @@ def read_weight(
     raise ValueError(_nothing(own, tensors, prefix, config))
 
 
-#: What a layer's tensors are called after its prefix, with what they are of, and their dimensions where all have as
-#: many. What else must hold depends on the source, and is for its reader to check.
+#: The names of a layer's tensors after its prefix, with what they belong to, and their number of dimensions if it is
+#: fixed. Other requirements depend on the source, and its reader checks them.
 _NAMES: dict[str, tuple[str, int | None]] = {
     "qweight": ("integers", 2), "qzeros": ("integers", 2), "scales": ("floating", 2), "g_idx": ("integers", 1),
     "weight": ("numbers", None), "SCB": ("floating", None), "weight_format": ("integers", None),
@@ -145,7 +145,7 @@ def _check_tensor(name: str, tensor: Any, kind: str, dims: int | None) -> None:
         check_dims("read_weight", name, tensor, dims)
 
 
-#: What a `quant_method` can be where compressed-tensors made the weight, and where there is one with a scale.
+#: The values of `quant_method` for weights of compressed-tensors, and for weights with a scale.
 _COMPRESSED = ("compressed-tensors", "compressed_tensors")
 _FP8_METHODS = (*_COMPRESSED, "fp8", "fbgemm_fp8", "modelopt", "modelopt_fp8")
 
@@ -262,7 +262,7 @@ def _marlin24(
 
 
 class _Scheme(NamedTuple):
-    """What compressed-tensors' configuration says of weights.
+    """The settings of weights in compressed-tensors' configuration.
 
     Attributes:
         group_size: columns that share a scale; None where schemes differ, or there is none.

@@ -101,7 +101,7 @@ def read_marlin24(
     """A weight in compressed-tensors' format "marlin-24": 2:4 sparse, of 4 or 8 bits, in the order of a kernel's tiles.
 
     It becomes a sparse weight of `int4` or `int8`, which has 3 or 5 bits a number and scales as the checkpoint does.
-    Where a sparse weight can't hold the scales, it becomes a dense one of these formats, in which what was pruned is 0:
+    If a sparse weight can't hold the scales, it becomes a dense weight of these formats, in which pruned numbers are 0:
     those of groups with 8 bits, of groups of fewer than 32 columns, and those of groups that `dtype` does not hold
     exactly.
 

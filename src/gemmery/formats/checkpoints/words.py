@@ -1,4 +1,4 @@
-"""What the layouts share: codes of a few bits in words and bytes, groups of columns, and checks."""
+"""Shared by the layouts: codes of a few bits in words and bytes, groups of columns, and checks."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def settings_of(where: str, value: object) -> dict[str, Any]:
 
 
 def check_dims(source: str, name: str, tensor: Tensor, wanted: int) -> None:
-    """Raise a ValueError unless a tensor has so many dimensions."""
+    """Raise a ValueError unless a tensor has this number of dimensions."""
     if tensor.dim() != wanted:
         raise ValueError(f"{source}: {name} is {tuple(tensor.shape)}; it must have {wanted} dimensions")
 
