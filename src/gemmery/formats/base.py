@@ -87,7 +87,7 @@ NF4 = (
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
 
-#: The decoder wants both bytes of a bf16 number to be at least those of the number 8 behind it, and at most 127 more;
+#: The decoder wants both bytes of a bf16 number to be at least those of the number 8 after it, and at most 127 more;
 #: see `kernels.decoders.ptx_of_nf4`.
 NF4_STORED = (0, 1, 9, 2, 10, 8, 3, 12, 13, 4, 14, 11, 5, 15, 7, 6)
 

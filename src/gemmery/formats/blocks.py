@@ -26,9 +26,9 @@ class Stored(NamedTuple):
     """A block-sparse matrix.
 
     Attributes:
-        values: (count, block, block), each block as it stands in the matrix, row- or column-major.
-        compressed: for each line of blocks and behind the last one, where its blocks begin.
-        plain: (count,), where each block stands in its line.
+        values: (count, block, block), each block as in the matrix, row- or column-major.
+        compressed: the index of each line's first block, and after the last line the number of blocks.
+        plain: (count,), the place of each block in its line.
         blocks: of the matrix, along its rows' and its columns' direction.
         by_rows: whether lines are block rows, as in BSR; otherwise block columns.
         prepared: its pattern, where that was looked up already.

@@ -95,7 +95,7 @@ def turn_at(GROUP: gl.constexpr, BARRIERS_AT: gl.constexpr):
 
 @builtin
 def computed(value, _semantic=None):
-    """Returns the same number, and stops the compiler from computing it behind the loop that follows."""
+    """Returns the same number, and stops the compiler from computing it after the loop that follows."""
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic
     )
@@ -145,7 +145,7 @@ def corner(
 def placed(
     unit, known, state, shape, ROWS, COLS, band_m, PLACE: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr
 ):  # fmt: skip
-    """What PLACE returns for a unit, and what is known for the next one."""
+    """The result of PLACE for a unit, and the state for the next unit."""
     if in_groups(X_FORM, Y_FORM):
         return PLACE(unit, state, shape, ROWS, COLS, band_m, known)
     else:
@@ -251,7 +251,9 @@ def scales_of(step_args, row, col, shape, first_k, EVERY_M: gl.constexpr, EVERY_
 def heads_of(
     stages, FIRST: gl.constexpr, X_ROWS: gl.constexpr, FORMAT: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr
 ):  # fmt: skip
-    """Where a warpgroup's rows of X, from `FIRST` on, and those of Y begin in the ring, as `sum_steps` takes it."""
+    """The places in the ring of a warpgroup's rows of X, from `FIRST` on, and of Y's rows, as `sum_steps` takes
+    them.
+    """
     address = shared_at(0)
     # In units of 16 bytes.
     OWN_AT: gl.constexpr = x_bytes_of(FIRST, FORMAT) // 16

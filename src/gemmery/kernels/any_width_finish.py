@@ -68,7 +68,7 @@ def store_slot(at, warp, row, col, shape, X_FORM, Y_FORM, MAP, _semantic=None):
     idea is that of `tools/ragged_tma.py` of Triton.
 
     Args:
-        at: where the slot is, in bytes behind the beginning of shared memory.
+        at: the slot's place, in bytes from the beginning of shared memory.
         row, col: where the part begins.
         shape: (end of the rows, columns of the product, which matrix of a batch, and how many groups of rows).
         X_FORM, Y_FORM: how the operands lie.
@@ -166,7 +166,7 @@ def finish_part(
         block, args, shape, at_row, at_col, EPILOGUE, PAIRED, GROUPED and is_batch(X_FORM, Y_FORM)
     )
     if GROUPED:
-        # Rows behind the last group become 0.
+        # Rows after the last group become 0.
         value = gl.where(shape[2] < shape[3], value, gl.zeros_like(value))
     if GIVEN is not None:
         # All threads have read the part, whose slot may be this one.

@@ -5,8 +5,8 @@ first parts are loaded into the warpgroup's own slots before the K loop. In a pr
 prefetched into L2 at the same time, and each is loaded into its slot in the ring after the K loop. In other tiles, a
 part is loaded into one of the warpgroup's own slots as soon as the part before it has been stored.
 
-Each warpgroup has `OF_GROUP` barriers behind the others, at which parts arrive: one for each of its own slots, which is
-used again and again, and one for each part that comes into the ring.
+Each warpgroup has `OF_GROUP` barriers after the others, at which parts arrive: one for each of its own slots, which is
+used repeatedly, and one for each part that comes into the ring.
 
 A tile's `place` is (row, col, width): where the warpgroup's part of it begins, in X and in Y, and its width.
 """
@@ -47,7 +47,7 @@ def read_into(at, arrived, warp, row, col, BYTES, MAP, _semantic=None):
     """A warp begins to read a part into a slot, once its own stores have left it.
 
     Args:
-        at: where the slot is, in bytes behind the beginning of shared memory.
+        at: the slot's place, in bytes from the beginning of shared memory.
         arrived: the address of the barrier at which the part arrives.
         row, col: where the part begins in the matrix.
         BYTES: of the part.
@@ -72,7 +72,7 @@ def fetch(warp, row, col, MAP, _semantic=None):
 
 @gluon.jit
 def corner_of(part, place, SWAP: gl.constexpr, EACH: gl.constexpr, PART: gl.constexpr):
-    """Where a part begins in the matrix.
+    """The place in the matrix at which a part begins.
 
     Args:
         EACH: columns of the product that make one of the output.
@@ -131,7 +131,7 @@ def read_others(
     """Begins to read as much as is possible before a part is finished; arguments are those of `read_first`.
 
     Args:
-        part: the part that is to be finished next.
+        part: the part that is finished next.
         spread: whether each part has a slot in the ring.
         ring_slots: (the first of these slots, slots from one part to the next, from 64 rows of X to the next).
     """

@@ -21,7 +21,7 @@ from .dialect import value_of
 ROW = gl.constexpr(128)
 #: Steps that are loaded before warps have their roles.
 AHEAD = gl.constexpr(2)
-#: Two warps load tiles with so many rows of X, and of Y at most. With more rows of Y one of the two has nothing to do.
+#: The most rows of X and of Y in tiles that two warps load. With more rows of Y one of the two has nothing to do.
 SMALL = (64, 96)
 #: Dimensions of the tensor map of an operand of each form.
 _DIMS = {
@@ -134,7 +134,7 @@ def loaders_of(X_ROWS):
 
 @builtin
 def shared_at(AT, _semantic=None):
-    """The address `AT` bytes behind the beginning of shared memory, where the ring is.
+    """The address `AT` bytes after the beginning of shared memory, where the ring is.
 
     `schedules.any_width` checks in the compiled kernel that the ring is there.
     """

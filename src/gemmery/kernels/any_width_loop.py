@@ -103,7 +103,7 @@ def _products(sums, KIND, turned, adds):
 
 
 def _step(sums, KIND, turned):
-    """Assembly of a step's products, which then releases the stage that nobody reads any more.
+    """Assembly of a step's products, which then releases the stage, which has no more readers.
 
     Args:
         sums: for each 64 rows of X the registers of the accumulator.
@@ -155,7 +155,7 @@ def _scales(spans):
 def _scaled_sums(totals, numbers):
     """Assembly that multiplies a step's numbers by their scales and adds them.
 
-    The tile's first span has `ahead` blocks of 8 columns. The blocks behind them have the scale of the next span.
+    The tile's first span has `ahead` blocks of 8 columns. The blocks after them have the scale of the next span.
     """
     lines = []
     for block in range(len(totals) // 4):

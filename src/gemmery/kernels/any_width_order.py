@@ -78,7 +78,7 @@ def put_in_order(table, offs, count, K, tiles):
                 is_before = gl.expand_dims(others, 0) < gl.expand_dims(own, 1)
                 longer = (length > known) | ((length == known) & is_before)
                 place += gl.sum(longer.to(gl.int32), 1)
-            # Places behind all ranges are never read.
+            # Places after all ranges are never read.
             put(table + 4 * gl.minimum(place, MOST - 1), own)
         barrier()
 

@@ -119,8 +119,8 @@ class StageFormat(NamedTuple):
         return (
             ".reg .b32 warp, lane, line, place, params, first_params; mov.u32 lane, %tid.x; shr.u32 warp, lane, 5;"
             "and.b32 warp, warp, 3; and.b32 lane, lane, 31;"
-            # Group parameters come behind both operands' blocks of all stages. A warp has 16 of 64 rows, and a thread
-            # the row that is its number divided by 4, and that 8 behind it.
+            # Group parameters follow both operands' blocks of all stages. A warp has 16 of 64 rows, and a thread the
+            # row that is its number divided by 4, and the row 8 below it.
             f"mad.lo.s32 params, {width}, {LINE_BYTES}, {x_bytes(rows, self)};"
             f"mul.lo.s32 first_params, params, {stages};"
             "mov.b32 params, global_smem; add.s32 first_params, first_params, params; shr.u32 params, lane, 2;"
@@ -243,7 +243,7 @@ def load(format: StageFormat, rows: int, own: int) -> str:
 
 
 def words_of(format: StageFormat, i: int, block: int) -> list[str]:
-    """The registers of a block's words: two of a row, and two of the row 8 behind it."""
+    """The registers of a block's words: two of a row, and two of the row 8 below it."""
     return [f"word{4 * (format.blocks * i + block) + j}" for j in range(4)]
 
 
@@ -252,7 +252,7 @@ def words_of(format: StageFormat, i: int, block: int) -> list[str]:
 
 
 def pieces_of(i: int, piece: int) -> list[str]:
-    """The registers of a piece of 64 rows: of a row, of the row 8 behind it, and of both, 8 further along K."""
+    """The registers of a piece of 64 rows: of a row, of the row 8 below it, and of both, 8 further along K."""
     return [f"piece{4 * (PIECES * i + piece) + j}" for j in range(4)]
 
 

@@ -2,8 +2,8 @@
 
 The weight is X. `wgmma.sp` of PTX reads its kept numbers from shared memory, 32 of a row for a step of 64 along K. It
 takes the metadata from registers: for 16 rows and 64 columns, each thread of a warp has a word. A stage has the kept
-numbers, swizzled by 64 bytes. The words of metadata lie behind the blocks of all stages, those of 32 rows and 32
-columns next to each other; see `formats.sparse`. If both operands are fp8, a step has 128 columns, and a thread's word
+numbers, swizzled by 64 bytes. The words of metadata follow the blocks of all stages; those of 32 rows and 32 columns
+are adjacent; see `formats.sparse`. If both operands are fp8, a step has 128 columns, and a thread's word
 belongs to one row: it is made of halves of two stored words.
 
 Kept numbers of 8 bits are not swizzled if the other operand has 16 bits. Each thread reads its share of them and
@@ -38,7 +38,7 @@ ROW8 = 32
 def _registers(which: int, i: int, half: int) -> list[str]:
     """The registers of one of two sets that an instruction takes X from, of 64 rows and 32 columns.
 
-    They hold numbers of a row, of the row 8 behind it, and of both, 8 kept numbers further along K.
+    They hold numbers of a row, of the row 8 below it, and of both, 8 kept numbers further along K.
     """
     return [f"kept{which}{i}{half}{n}" for n in range(4)]
 
@@ -73,7 +73,7 @@ DECODE = {"e4m3": _of_e4m3, "int8": _of_int8}
 
 
 class SparseStage(NamedTuple):
-    """How a stage holds a 2:4 sparse weight; an `any_width_stage.Stage`.
+    """The layout of a 2:4 sparse weight in a stage; an `any_width_stage.Stage`.
 
     Attributes:
         code: the type of kept numbers of 8 bits that are widened to 16, "e4m3" or "int8"; otherwise "".
@@ -169,7 +169,7 @@ class SparseStage(NamedTuple):
             places.append((0, 1, 4))
         elif self.paired:
             places.append((0, 1, rows_bytes))
-        # Which halves of two words a thread takes: with fp8, its row is one of the first or of the last eight.
+        # The halves of two words that a thread takes: with fp8, its row is one of the first eight or of the last eight.
         which = 5 if self.paired else 0
         pick = (
             f"shr.u32 part, lane, {which}; and.b32 part, part, 1; setp.ne.s32 upper, part, 0;"
@@ -193,7 +193,7 @@ class SparseStage(NamedTuple):
         if not self.code:
             return ""
         return (
-            # A warp has 16 rows, and a thread the row that is its number divided by 4, and that 8 behind it.
+            # A warp has 16 rows, and a thread the row that is its number divided by 4, and the row 8 below it.
             ".reg .b32 place, quad; mov.u32 quad, %tid.x; shr.u32 place, quad, 5; and.b32 place, place, 3;"
             f"mul.lo.s32 place, place, {16 * ROW8}; shr.u32 quad, quad, 2; and.b32 quad, quad, 7;"
             f"mad.lo.s32 place, quad, {ROW8}, place; mov.u32 quad, %tid.x; and.b32 quad, quad, 3;"
@@ -210,7 +210,7 @@ class SparseStage(NamedTuple):
         return "".join(lines)
 
     def _words(self, register: str, at: int) -> str:
-        """Assembly that loads a thread's word of metadata, which is `at` bytes behind its first one of the stage."""
+        """Assembly that loads a thread's word of metadata, which is `at` bytes after its first one of the stage."""
         load = f"ld.shared.b32 {register}, [params + {at}];"
         if not (self.paired or self.fp8):
             return load

@@ -29,7 +29,7 @@ class Params(NamedTuple):
 
 
 class Stage(Protocol):
-    """How a stage holds a weight, which is X.
+    """The layout of a weight, which is X, in a stage.
 
     A stage is a value that `str` writes down. The second part of the text, between slashes, is `bits`.
     """
@@ -40,7 +40,7 @@ class Stage(Protocol):
 
     @property
     def form(self) -> Literal["packed", "sparse", "sparse pairs"]:
-        """How it lies, see the forms of `any_width`."""
+        """The form of X, see the forms of `any_width`."""
 
     @property
     def bits(self) -> int:
@@ -56,7 +56,7 @@ class Stage(Protocol):
 
     @property
     def kinds(self) -> tuple[Params, ...]:
-        """The kinds of parameters that there are, at most two. They lie behind each other in a stage."""
+        """The kinds of parameters that there are, at most two. They are adjacent in a stage."""
 
     def of_halves(self, paired: bool) -> "Stage | None":
         """The same for a weight in two halves, if `paired`; None if stages cannot hold such a weight."""
@@ -96,10 +96,10 @@ class Stage(Protocol):
             rows: of X in a stage.
             arrived: assembly that waits for a stage.
             release: gives assembly that releases a stage, of which a register has the address of its barrier.
-            go_on: assembly that goes on to the next step, and says whether there is `more`.
+            go_on: assembly that advances to the next step, and sets whether there is `more`.
             turns: assembly that gives another warpgroup its turn, if it waits for one, when the last products have
                 begun.
-            ends: assembly that comes behind them.
+            ends: assembly that follows them.
         """
 
 

@@ -1,8 +1,8 @@
 """Block-sparse operands on the device: where a tile's steps along K lie, and where their blocks are stored.
 
 A product with a block-sparse operand counts along K in stored blocks. A line is a block row of the first operand or a
-block column of the second one; its blocks lie one behind the other. PLACE gives a tile the range of its line.
-Functions of the loaders, `at`, then find out where a step lies in each operand's memory:
+block column of the second one; its blocks are adjacent in memory. PLACE gives a tile the range of its line.
+Functions of the loaders, `at`, then find the place of a step in each operand's memory:
 
     at(shape, batch, row, col, table, ROWS, COLS) -> (rows, cols, row, col)
 
@@ -66,7 +66,7 @@ def within(x, SIZE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def found(k, stop, table, BLOCK: tl.constexpr):
-    """Whether a step along K lies in its tile's range, and where its block begins, by the table if there is one."""
+    """Whether a step along K is in its tile's range, and the offset of its block, by the table if there is one."""
     inside = k < stop
     block = k // BLOCK
     if table is not None:

@@ -10,7 +10,7 @@ A format is a decoder, a `@triton.jit` function
     decode(words, PART, RUNS, DTYPE, ASM, WAIT) -> (first, second)
 
 which gives the numbers `2 PART` and `2 PART + 1` of every column in `DTYPE`, fp16 or bf16, in blocks of the words'
-shape. All of them lie in one word of two. `RUNS` tells where: for each number of a word, its runs of adjacent bits as
+shape. All of them are in one word of two. `RUNS` tells where: for each number of a word, its runs of adjacent bits as
 (first bit, mask, place), see `formats.packing.runs`. `ASM` is the compute capability of the GPU whose PTX the decoder
 may use; that PTX is written for the format's order. With 0 the decoder is plain Triton, and the weight has the same
 bits.
@@ -28,7 +28,7 @@ read the registers that it will write: all but the last `WAIT`. Since each part 
 work is done while the products of the step before are under way.
 
 A decoder's PTX is declared pure, since the compiler moves the layout of a dot's operand only through pure operations.
-So the compiler may move a wait to a later place, where more products are under way, but not behind the use of the
+So the compiler may move a wait to a later place, where more products are in flight, but not after the use of the
 decoder's results. tests/compile checks the order in the code.
 """
 
@@ -85,7 +85,7 @@ def power(exponent):
 
 @triton.constexpr_function
 def wait_of(part, parts, blocks):
-    """How many of the last products may be under way while this part of a step of `blocks` blocks is written."""
+    """The number of the last products that may be in flight while this part of a step of `blocks` blocks is written."""
     if FINE_STEPS.value:
         return parts - 1 - part
     # Two halves: a part in the first one may be written as soon as that is done.
@@ -171,8 +171,8 @@ def multiply_add(x, y, z, DTYPE: tl.constexpr, ASM: tl.constexpr):
         product = x.to(tl.float32) * y.to(tl.float32)
         z = z.to(tl.float32)
         total = product + z
-        # The exact sum is `total + left` (Knuth's two-sum). Where fp32 cut something off, its last bit says so, and the
-        # second rounding can't take a number beside the middle for the middle.
+        # The exact sum is `total + left` (Knuth's two-sum). If fp32 cut something off, its last bit is set, so the
+        # second rounding can't mistake a number near the midpoint for the midpoint.
         of_z = total - product
         left = (product - (total - of_z)) + (z - of_z)
         bits = total.to(tl.int32, bitcast=True)
@@ -183,7 +183,7 @@ def multiply_add(x, y, z, DTYPE: tl.constexpr, ASM: tl.constexpr):
 
 @triton.constexpr_function
 def count_of(runs, number):
-    """How many runs of bits a number has."""
+    """The number of runs of bits in a number."""
     return len(runs[number])
 
 
@@ -217,7 +217,7 @@ def codes_of(words, PART: tl.constexpr, BITS: tl.constexpr, RUNS: tl.constexpr):
 
 @triton.constexpr_function
 def word_of(part, bits):
-    """Which of two words has the numbers of a part."""
+    """The index of the word, of two, that has the numbers of a part."""
     return "$2" if 2 * part < 16 // bits else "$3"
 
 
@@ -373,7 +373,7 @@ def ptx_of_fp8(part, dtype, wait, asm, e4m3):
         for which in (0, 1):
             lines.append(f"{spread[which]}and.b32 ${which}, x, 0xFF00FF00;\n")
         return "".join(lines) + "}"
-    # How far the magnitude moves down from the upper byte; its bits there; the addend that carries; the carry; the
+    # The shift of the magnitude down from the upper byte; its bits there; the addend that carries; the carry; the
     # factor of the carry that fills the exponent; the power of two.
     shift, mask, step, carry, fill, power = {
         (True, True): (4, 0x07F0, 0x0010, 0x0800, 15, 0x7B80),
@@ -478,8 +478,8 @@ def ptx_of_nf4(part, dtype, wait):
     If a fourth bit is set, prmt returns eight copies of the byte's sign in its place. In bf16 no byte of the table's
     lower half has its sign set, so a look-up there returns 0 for a code of the upper half. Without the fourth bit, a
     look-up in the upper half always returns a byte. By the choice of `NF4_STORED` the bytes of a number are never
-    smaller than those of the number 8 behind it, and by no more than 127 larger. So the lower half holds what is
-    missing, and the sum of both look-ups is right. In fp16 no choice makes it so, and a mask tells the halves apart.
+    smaller than those of the number 8 after it, and at most 127 larger. So the lower half holds what is missing, and
+    the sum of both look-ups is right. In fp16 no choice makes it so, and a mask tells the halves apart.
 
     All this takes instructions of the unit for logic and shifts. The sum does not, since the units that multiply can
     do it. Neither does the shift by half a word, which is written as a product of half words.
@@ -533,7 +533,7 @@ def decode_nf4(
 
 
 class Decoder(NamedTuple):
-    """How kernels decode a kind of code.
+    """A kernel's decoder of a kind of code.
 
     Attributes:
         device: the decoder, a `@triton.jit` function as above.

@@ -1,4 +1,4 @@
-"""What traced epilogues are made of: loads of operands, stores of results, and torch's functions in Triton.
+"""The parts of traced epilogues: loads of operands, stores of results, and torch's functions in Triton.
 
 An epilogue sees one block of the output, with the corner (row, col), of a matrix of `shape` = (M, columns). Operands
 come as a pointer with `strides` = (steps, stride_row, stride_col), see `operands`; a stride is 0 along a dimension that
@@ -198,8 +198,8 @@ def silu(x):
 def gelu(x):
     """`x * Phi(x)`. In single precision Phi is `exp2` of a polynomial, which is half the work of an error function.
 
-    The polynomial is fitted to log2(2 * Phi(-x)) for 0 <= x <= 5.5; the absolute error is below 3e-7. Where the result
-    is nearly 0, its relative error is below 3e-4; `1 + erf(x)` cancels and is no better there.
+    The polynomial is fitted to log2(2 * Phi(-x)) for 0 <= x <= 5.5; the absolute error is below 3e-7. For results near
+    0, the relative error is below 3e-4; `1 + erf(x)` cancels and is no better there.
     """
     if x.dtype == tl.float64:
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
@@ -308,7 +308,7 @@ def exact_fmod(x, y):
     """`fmod` of floating-point numbers, by their significands, as many bits at a time as fit into 64."""
     BITS: tl.constexpr = tl.int64 if x.dtype == tl.float64 else tl.int32
     FRACTION: tl.constexpr = 52 if x.dtype == tl.float64 else 23
-    # How far 2^0 is above the unit of the smallest numbers, and the smallest power of two that is normal.
+    # The exponent of 2^0 above the unit of the smallest numbers, and of the smallest normal power of two.
     BIAS: tl.constexpr = 1075 if x.dtype == tl.float64 else 150
     LEAST: tl.constexpr = -1022 if x.dtype == tl.float64 else -126
     STEP: tl.constexpr = 62 - FRACTION

@@ -137,7 +137,7 @@ def finish(
     shape = (end, shape[1] // EACH)
     blocks = subtiles_of(acc, SUBTILES, PAIRED)
     loaded = ()
-    # What the epilogue reads is loaded two subtiles ahead.
+    # The matrix that the epilogue reads is loaded two subtiles ahead.
     for i in tl.static_range(-2, SUBTILES):
         if i >= 0:
             block = blocks[i]
@@ -196,7 +196,7 @@ def gemm_tiles(
         workspace: (partials, semaphores), or None where tiles are not cut.
         PART: where tiles are cut, which part of which tile a program has; otherwise not used.
         RAGGED: "rows" where PLACE is `place.tile_of_rows`, "k" where it is `place.part_of_ranges`, otherwise "". The
-            host does not know the groups, so it starts as many programs as there can be units. Rows behind the last
+            host does not know the groups, so it starts as many programs as there can be units. Rows after the last
             group become 0.
     """
     M = multiple(M, M_MULTIPLE)
@@ -291,7 +291,7 @@ def gemm_persistent(
     """As many programs as run at once, each taking every num_programs-th tile.
 
     With a TAIL_PLACE, work that does not fill a wave of whole tiles is cut into `tail_tiles` small ones of `BLOCK_M /
-    TAIL_M` by `BLOCK_N / TAIL_N`. They come behind `tiles` whole ones: first the last `cut` whole tiles in small ones,
+    TAIL_M` by `BLOCK_N / TAIL_N`. They follow `tiles` whole ones: first the last `cut` whole tiles in small ones,
     then the columns that BLOCK_N does not divide, with `strips` small tiles for each row of them. Steps along K are
     then `TAIL_K`: a small tile computes little per step, and longer steps keep as many bytes in flight. `a_tail`,
     `b_tail` and `out_tail` are the matrices again, since a descriptor has the size of its blocks built in.

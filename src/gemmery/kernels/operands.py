@@ -21,7 +21,7 @@ import triton.language as tl
 
 @triton.jit
 def batch_offset(batch, sizes, steps):
-    """Where matrix number `batch` of a batch of shape `sizes` begins, in elements; the last dimension is fastest."""
+    """The offset of matrix number `batch` of a batch of shape `sizes`, in elements; the last dimension is fastest."""
     offset = tl.cast(0, tl.int64)
     for i in tl.static_range(len(sizes) - 1, -1, -1):
         offset -= tl.cast(batch % sizes[i], tl.int64) * steps[i]

@@ -63,7 +63,7 @@ def part_of(unit, tiles, divisor):
     Programs that start together then load the same blocks.
 
     Args:
-        unit: its number behind the whole tiles.
+        unit: its number after the whole tiles.
         tiles, divisor: how many tiles are cut, and the divisor of this number.
     """
     part = quotient(unit, divisor)

@@ -210,10 +210,10 @@ def unpack(
     Args:
         scale, shift: the block's group parameters, in the form that `SPREAD` takes.
         SPREAD: `SPREAD(params, PART, PARTS, BLOCKS)` gives what concerns a part of each word, (COLS, words).
-        DECODE: of `decoders`, for the kind of number CODE, whose bits lie in words as RUNS says.
+        DECODE: of `decoders`, for the kind of number CODE, whose bits are placed in words by RUNS.
         PER: numbers in a word.
         ZERO: code that stands for 0, where there are no zero points.
-        OFFSETS: whether shifts are added behind the scale, or are zero points and subtracted before.
+        OFFSETS: whether shifts are added after the scale, or are zero points and subtracted before it.
         WAITS: whether products may be reading the registers; see `decoders`.
     """
     BLOCKS: tl.constexpr = ROWS // (8 * PER)
@@ -240,7 +240,7 @@ def unpack(
 
 @triton.jit
 def of_rows(own, ROWS: tl.constexpr, COLS: tl.constexpr, PER: tl.constexpr):
-    """Words as they lie in memory, (strips, lines, 32), as (COLS, words of a row)."""
+    """Words in the order of memory, (strips, lines, 32), as (COLS, words of a row)."""
     BLOCKS: tl.constexpr = ROWS // (8 * PER)
     # Strip, block, g, q, half, odd or even; then rows by words.
     words = own.reshape(COLS // 16, BLOCKS, 8, 4, 2, 2).permute(0, 4, 2, 1, 3, 5)

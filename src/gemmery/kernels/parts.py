@@ -31,7 +31,7 @@ def of_tile(unit, state, shape, place):
 def of_range(unit, state, shape, place):
     """PART if each tile has a range of K, which is cut into as many parts of `part_k` as it needs.
 
-    PLACE is `place.part_of_ranges`. No two partial sums lie in one place: before those of a matrix there is room for
+    PLACE is `place.part_of_ranges`. No two partial sums share a place: before those of a matrix there is room for
     one of each matrix before it, and for one of each whole part of the ranges before its own.
     """
     tiles, part_k = state[0], state[1]
@@ -43,7 +43,7 @@ def of_range(unit, state, shape, place):
 
 @triton.jit
 def partial_offset(index, part):
-    """Where the partial sum of part number `index` of the tile begins in the workspace."""
+    """The offset in the workspace of the tile's partial sum number `index`."""
     _, _, _, tile, tiles, size = part
     return tl.cast(index * tiles + tile, tl.int64) * size
 

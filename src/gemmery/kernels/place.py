@@ -97,9 +97,9 @@ def tail_tile(
 
 @triton.jit
 def tail_chunk(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, band_m):
-    """Part `unit % parts` of a tile behind the whole ones: `part_k` of K.
+    """Part `unit % parts` of a tile after the whole ones: `part_k` of K.
 
-    `state` begins with (whole tiles, units behind them, parts, part_k).
+    `state` begins with (whole tiles, units after them, parts, part_k).
     """
     parts, part_k = state[2], state[3]
     tile = state[0] + unit // parts
@@ -113,7 +113,7 @@ def sized_tile(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     """Tile number `unit`, over all of K, of a product without a batch.
 
     `state` is (units, whole tiles, parts, part_k, tiles along M, tiles along N, divisors, place_args), so none are
-    counted here. The divisors are those of `order.divided`, and that of the tiles behind the whole ones.
+    counted here. The divisors are those of `order.divided`, and that of the tiles after the whole ones.
     """
     tile_m, tile_n = divided(unit, state[4], state[5], band_m, state[6])
     return 0, tile_m * BLOCK_M, tile_n * BLOCK_N, shape[0], 0, shape[2]
@@ -130,7 +130,7 @@ def sized_tile_of_batch(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.c
 
 @triton.jit
 def sized_part(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, band_m):
-    """The same, but units behind the whole tiles are parts of tiles, `part_k` of K each; see `order.part_of`."""
+    """The same, but units after the whole tiles are parts of tiles, `part_k` of K each; see `order.part_of`."""
     _, whole, _, part_k, tiles_m, tiles_n, divisors, _ = state
     part, cut_tile = part_of(tl.maximum(unit - whole, 0), tiles_m * tiles_n - whole, divisors[3])
     tile_m, tile_n = divided(tl.minimum(unit, whole) + cut_tile, tiles_m, tiles_n, band_m, divisors)
@@ -141,9 +141,9 @@ def sized_part(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 
 @triton.jit
 def group_of(tile, offs, groups, M, BLOCK_M, SCAN: tl.constexpr, LEAST: tl.constexpr):
-    """The group to which a row of tiles belongs, where the rows of groups lie one behind the other.
+    """The group to which a row of tiles belongs, where groups of rows follow one another.
 
-    Rows behind the last group form one more group, number `groups`. A row of tiles behind these has no rows.
+    Rows after the last group form one more group, number `groups`. A row of tiles after these has no rows.
 
     Args:
         tile: the number of the row of tiles. Each group begins with a new one.
@@ -208,7 +208,7 @@ def range_of(batch, offs, K):
 
 @triton.jit
 def tile_of_ranges(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, band_m):
-    """Tile number `unit` of a batch whose matrices each have a range of K, one behind the other.
+    """Tile number `unit` of a batch whose matrices have consecutive ranges of K.
 
     `place_args` is (offs, groups), with the ends of the ranges.
     """
@@ -245,8 +245,8 @@ def next_tile_of_rows(unit, state, shape, BLOCK_M, BLOCK_N, band_m, known):
     """The same for units in ascending order: the search begins with the group of the earlier unit.
 
     `state` is that of `sized_tile`, with the divisors of `BLOCK_M` and of the tiles along N in the first and the last
-    place, and then `place_args`. Rows behind the last group have a range of K behind that of all operands, which is as
-    long. A unit beyond the last tile has an empty range.
+    place, and then `place_args`. Rows after the last group have a range of K after that of all operands, of the same
+    length. A unit beyond the last tile has an empty range.
 
     Args:
         known: the group that was found, the rows of tiles before it, its first row and its end, as `group_of` says.
@@ -280,7 +280,7 @@ def next_tile_of_rows(unit, state, shape, BLOCK_M, BLOCK_N, band_m, known):
 def sized_tile_of_ranges(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, band_m):
     """As `sized_tile_of_batch`, of a batch whose matrices each have a range of K; `state` ends with `place_args`.
 
-    The end that is returned is that of the range. An empty range is one step long, behind its end.
+    The end that is returned is that of the range. An empty range has one step, after its end.
     """
     batch, row, col, _, _, K = sized_tile_of_batch(unit, state, shape, BLOCK_M, BLOCK_N, band_m)
     first_k, end = range_of(batch, state[7][0], K)

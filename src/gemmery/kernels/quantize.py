@@ -65,7 +65,7 @@ def load_lines(
 
 @triton.jit
 def magnitudes(x):
-    """How large float32 numbers are, as integers in the same order."""
+    """The magnitudes of float32 numbers, as integers in the same order."""
     return tl.abs(x).to(tl.int32, bitcast=True)
 
 

@@ -33,7 +33,7 @@ EMPTY = tl.constexpr(-(1 << 31))
 MISSING = tl.constexpr(0x7FC07FC0)
 #: Elements that are sent and received at a time, limited by registers: by a warpgroup, and by a block of other kernels.
 TOGETHER, TOGETHER_IN_BLOCKS = tl.constexpr(1024), tl.constexpr(2048)
-#: How often a block looks for partial sums in two microseconds. An H200 took 0.45 µs for a look.
+#: The number of times that a block checks for partial sums in two microseconds. An H200 took 0.45 µs for a look.
 LOOKS = tl.constexpr(5)
 #: See `dialect.in_gluon`.
 IN_GLUON = tl.constexpr(False)
@@ -205,7 +205,7 @@ def arrived(places, inside, end, broken, failed, RANK: tl.constexpr):
 def places_of(
     acc, column, uses, shape, row, col, size, N, COLS: tl.constexpr, RANKS: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
-    """Where the elements of some columns of a block are in a buffer, which of them exist, and their counters.
+    """The places in a buffer of the elements of some columns of a block, which of them exist, and their counters.
 
     In squares of 8 by 8, since a warp's accumulators lie so: each of its stores is then to 256 adjacent bytes. Squares
     have a counter each.
@@ -213,8 +213,7 @@ def places_of(
     Args:
         acc, column: the columns, which begin with the block's number `column`.
         uses: the counters.
-        shape, row, col, COLS: as an epilogue has them of the whole block. Where columns are paired, it has
-            twice as many.
+        shape, row, col, COLS: as an epilogue has them of the whole block. If columns are paired, it has twice as many.
         size: places of a rank.
         N: columns of the product.
         TURNED: whether adjacent elements of a square lie along its columns; the same on all ranks.
@@ -356,7 +355,7 @@ def of_ranks(
     send(mine, 0, buffers, uses, shape, row, col, size, N, COLS, RANK, TURNED)
     end = patience
     if IN_GLUON:
-        # Where an exchange has failed, nobody waits any more.
+        # After an exchange has failed, kernels do not wait any more.
         patience = tl.where(tl.load(uses + size // 64, volatile=True) == 0, patience, 0)
         end = time_now(row) + patience.to(tl.int64) * 1000
     OF: tl.constexpr = HALF if PACKS else None

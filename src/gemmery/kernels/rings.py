@@ -74,7 +74,7 @@ def later(stage, phase, steps, STAGES: gl.constexpr):
 
 @gluon.jit
 def offsets(acc, col, COLS: gl.constexpr):
-    """Where the elements of a block lie, of a tile of `COLS` columns of which the block's are those from `col` on.
+    """The offsets of a block's elements in a tile of `COLS` columns; the block has the columns from `col` on.
 
     In blocks of 8 by 8, since a warp's accumulators lie so: each of its accesses is then to 256 adjacent bytes.
     """

@@ -1,7 +1,7 @@
 """Routing of a mixture of experts: assignments sorted by group, and the sum of each token's rows.
 
 An assignment is one choice of a token: number `token * k + choice`. A row is a place in the sorted order. Ids outside
-`0..groups - 1` are those of the tail, which is one more group behind the last.
+`0..groups - 1` are those of the tail, which is one more group after the last.
 
 Few assignments are ranked by counting the keys below each (Knuth, The Art of Computer Programming, volume 3, section
 5.2, algorithm C), in one launch whose programs do not depend on each other. Many are sorted as one digit of a radix
@@ -20,7 +20,7 @@ from .numerics import cast, widen
 
 @triton.jit
 def load_ids(index, place, count, groups, layout):
-    """The groups of assignments as int32: `groups` for the tail, `groups + 1` behind the last assignment.
+    """The groups of assignments as int32: `groups` for the tail, `groups + 1` after the last assignment.
 
     Args:
         layout: (columns, stride_row, stride_col) of a matrix in which ids are counted along the rows.
@@ -158,7 +158,7 @@ def load_weight(weights, token, choice, k, strides, WIDE: tl.constexpr):
 
 @triton.jit
 def load_row(inverse, token, choice, k):
-    """An assignment's row; one behind all where there is no such choice."""
+    """An assignment's row; the row after all others if there is no such choice."""
     return tl.load(inverse + token * k + choice, mask=choice < k, other=2147483647)
 
 

@@ -6,7 +6,7 @@ columns that share a scale, and its product is one of bf16. This is exact within
 
 `scales` is (pointer, steps, stride_row, stride_k) for A and then the same for B: the scale of row `i` for the columns
 `BLOCK` of K from `k` on is at `i // EVERY * stride_row + k // BLOCK * stride_k`; steps are those of the batch, negated.
-Loaders take those of their own matrix behind its strides, see `operands.scaled`.
+Loaders take those of their own matrix after its strides, see `operands.scaled`.
 The scheme is DeepSeek-V3's (arXiv:2412.19437, section 3.3.2), whose activations have a scale for 1 x 128 elements and
 whose weights one for 128 x 128. Blocks of 32, with powers of two, are those of the OCP Microscaling formats (MX,
 specification 1.0).
@@ -38,7 +38,7 @@ def scales_of_rows(
     """The scales of `ROWS` rows from `row` on: (ROWS,), or a single number where all of them share one."""
     start = pointer + batch_offset(batch, sizes, steps) + tl.cast(k // BLOCK, tl.int64) * stride_k
     if EVERY % ROWS == 0 and EVERY >= ROWS:
-        # The second half of a tile may begin behind the last column.
+        # The second half of a tile may begin after the last column.
         own = tl.load(start + tl.cast(row // EVERY, tl.int64) * stride_row, mask=row < rows, other=0)
     else:
         index = row + tl.arange(0, ROWS)
@@ -80,7 +80,7 @@ def load_scales(
 
     Args:
         RAGGED: whether A has groups of rows, whose tiles may begin at any row.
-        GATHERS: whether rows are those with certain numbers, which come behind the scales of A.
+        GATHERS: whether rows are gathered by numbers, which follow the scales of A.
     """
     M, N, _ = shape
     if GATHERS:
@@ -188,7 +188,7 @@ def columns_in_bf16(x, exponents):
 
 @triton.jit
 def as_column(x):
-    """Scales of rows, to be multiplied with a block."""
+    """Scales of rows, in the shape that multiplies a block."""
     if x.type.is_block():
         return x[:, None]
     else:

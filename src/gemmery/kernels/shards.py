@@ -93,9 +93,9 @@ def wait_for(flag, call, failed, rank, patience):
 
 @builtin
 def looked_at(flag, call, end, _semantic=None):
-    """How many calls a flag is behind; each thread looks until there are none, or the time is `end`.
+    """The number of calls that a flag lags; each thread polls until it is 0, or the time is `end`.
 
-    What is loaded through tensor maps afterwards is what was written before the flag.
+    Later loads through tensor maps see the data that was written before the flag.
     """
     return gl.inline_asm_elementwise(
         "{ .reg .pred more; .reg .b64 now;\nLOOK: ld.acquire.sys.global.b32 $0, [$1]; sub.s32 $0, $2, $0;"

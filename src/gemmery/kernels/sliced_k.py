@@ -102,7 +102,7 @@ def sums_of(
     two that follow each other.
 
     Args:
-        first: the first of these strips; behind the program's last one that one is repeated.
+        first: the first of these strips; after the program's last strip, that strip is repeated.
         strips: the program's.
         bundles, SPANS: see `multiply_strips`.
     """
@@ -224,7 +224,7 @@ def gemm_sliced_k(
     )  # fmt: skip
     unit = same_program()
     row, col, own, _, _ = corner(unit, state, sizes, strips, PLACE)
-    # Columns behind the program's last strip are another one's.
+    # Columns after the program's last strip belong to another program.
     shape = (M, gl.minimum(N, col + own * STRIP))
     place = (row, col, own, strips)
     finish(

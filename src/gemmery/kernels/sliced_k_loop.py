@@ -80,7 +80,7 @@ class Shape(NamedTuple):
 
     @property
     def barriers_at(self) -> int:
-        """Where barriers are, behind activations and slots."""
+        """The place of the barriers, after activations and slots."""
         return self.x_bytes + self.warps * self.slots * self.slot
 
     @property
@@ -112,7 +112,9 @@ def _wait(barrier: str, phase: str) -> str:
 
 
 def _ends(size: str) -> str:
-    """Assembly that finds a warp's first and last unit, `low` and `high`, in a chunk of so many units a bundle."""
+    """Assembly that finds a warp's first and last unit, `low` and `high`, in a chunk with a given number of units per
+    bundle.
+    """
     return (
         f"mul.lo.s32 low, begins, {size}; shr.u32 low, low, log_warps; mul.lo.s32 high, ends, {size};"
         "shr.u32 high, high, log_warps;"
@@ -141,7 +143,7 @@ def _second_range(size: str, start: str, count: str) -> str:
 
 
 def _fetch(s: Shape) -> str:
-    """Assembly that begins to copy a warp's next unit into the slot at `to`, and goes on to the unit behind it.
+    """Assembly that begins to copy a warp's next unit into the slot at `to`, and advances to the unit after it.
 
     A thread copies the words of a strip, if there is one for it. `arrives` is the slot's barrier.
     """
@@ -165,7 +167,7 @@ def _fetch(s: Shape) -> str:
             f"@other st.shared.v4.b32 [place + {s.words * i}], {{row, row, row, row}};"
             for i in range(s.bundle)
         ]
-        # A later copy into the same bytes must come behind these.
+        # A later copy into the same bytes must come after these.
         lines.append("@other fence.proxy.async.shared::cta;")
     if s.format.group:
         shift = s.format.group.bit_length() - 1
@@ -206,7 +208,7 @@ def _seek(s: Shape, entry: str, done: str) -> str:
 
 
 def _copies(s: Shape) -> int:
-    """How many copies of group parameters a thread makes for a unit, at most."""
+    """The largest number of copies of group parameters that a thread makes for a unit."""
     return -(-s.params // (32 * COPY))
 
 
@@ -290,7 +292,7 @@ def _load_words(s: Shape, step: int) -> str:
 
 
 def _load_params(s: Shape, step: int) -> str:
-    """Assembly that loads a thread's group parameters of a step: of its row, and of that 8 behind it."""
+    """Assembly that loads a thread's group parameters of a step: of its row, and of the row 8 below it."""
     return "".join(
         f"ld.shared.b16 number, [params_at + {at + 2 * STRIP * i + STRIP * half}];"
         f"mov.b32 {kind.name}{packed.suffix(i, group, half)}, {{number, number}};"
@@ -369,7 +371,7 @@ def _begin(s: Shape) -> str:
             f"@there mbarrier.init.shared::cta.b64 [barriers + {8 * i}], 1;" for i in range(MOST_CHUNKS)
         )
         + "fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta; bar.warp.sync 0xffffffff;"
-        # Where a strip's words begin, for a thread that copies them.
+        # The address of a strip's first word, for a thread that copies the words.
         "add.s32 size, strip, lane; cvt.s64.s32 from, size; mad.lo.s64 own_words, from, strip_bytes, words;"
         f"{_own_params(s)} shr.u32 own_param, lane, 2; shl.b32 own_param, own_param, 1;"
         f"add.s32 own_param, own_param, {s.bundle * s.words};"

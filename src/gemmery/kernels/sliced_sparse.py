@@ -59,7 +59,7 @@ def block_of(col, blocks, N_WARPS: gl.constexpr, PAIRED: gl.constexpr, LAYOUT: g
 
 @gluon.jit
 def kept_places(block, steps, strip: gl.constexpr, K_WARPS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Where a lane's words of kept numbers of 16 rows are, and from which column on those of each part.
+    """The places of a lane's words of kept numbers of 16 rows, and the first column of each part.
 
     Parts are of row g, of row g + 8, and of both 64 columns further on.
 
@@ -122,7 +122,7 @@ def load_activations(x, k, K, rows, x_row, LAYOUT: gl.constexpr, SHAPE: gl.const
 
 @gluon.jit
 def ordered(words, K_WARPS: gl.constexpr):
-    """A step's activations, those of one instruction behind those of the other; see `sparse_fragments`."""
+    """A step's activations, those of one instruction after those of the other; see `sparse_fragments`."""
     ROWS: gl.constexpr = words.shape[0]
     parts = words.reshape([ROWS, K_WARPS, 4, 2, INSTRUCTIONS, 2]).permute((4, 0, 1, 2, 3, 5))
     return parts.reshape([INSTRUCTIONS * ROWS, K_WARPS * WORDS])

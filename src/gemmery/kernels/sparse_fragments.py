@@ -1,15 +1,15 @@
 """The registers that each lane of a warp gives to `mma.sp`, and how 2:4 sparse weights are read into them.
 
 `mma.sp.m16n8k32` multiplies 16 rows of a weight, whose kept numbers are (16, 16), by 8 rows of activations, both 32
-columns long. It sums eight groups of four columns. Which groups these are is free, as long as kept numbers, metadata
-and activations agree. The choice here lets a lane read 16 bytes of kept numbers at a time, though the instruction takes
+columns long. It sums eight groups of four columns. The choice of these groups is free if kept numbers, metadata and
+activations agree. The choice here lets a lane read 16 bytes of kept numbers at a time, though the instruction takes
 4 from a row: of a step of 128 columns, instruction `j` of four multiplies groups j, 4 + j, 8 + j, ..., 28 + j.
 
 A lane is 4 g + t. Of a step and of 16 rows it has
 
 - of rows g and g + 8, and of both 64 columns, the kept numbers of columns 16 t to 16 t + 15. These are four words. Word
   `j` is for instruction `j`.
-- four words of metadata as they are stored, see `formats.sparse`: of the rows 16 (t // 2) behind its block's first, and
+- four words of metadata as they are stored, see `formats.sparse`: of the rows 16 (t // 2) below its block's first, and
   of the 64 columns number t % 2. The instruction's selector says whether lanes with t < 2 or the others give the
   metadata. So a lane's word serves one of both 16 rows of a block of 32. `of_instructions` brings the four bits of a
   group into the word of its instruction.

@@ -179,8 +179,8 @@ def produce(
 def words_layout(lines, paired):
     """A warpgroup's words, as `formats.packing` deals them out to threads: (strips, lines, 32).
 
-    Where columns are `paired`, (2, strips, lines, 32), a thread has words of columns as far apart as the halves, where
-    it otherwise has words of columns that are eight apart.
+    If columns are `paired`, (2, strips, lines, 32), a thread has words of columns as far apart as the halves, and
+    otherwise of columns that are eight apart.
     """
     more = [4 << i for i in range((lines // 4).bit_length() - 1)]
     if paired:
@@ -243,7 +243,7 @@ def own_words(
 def group_params_layout(groups, paired):
     """A warpgroup's group parameters of a stage, (groups, 64): for each word's row what belongs to it.
 
-    Where columns are `paired`, (groups, 2, 32).
+    If columns are `paired`, (groups, 2, 32).
     """
     more = [1 << i for i in range(groups.bit_length() - 1)]
     if paired:
@@ -305,7 +305,7 @@ def own_group_params(
 
 @gluon.jit
 def spread(pieces, PART: gl.constexpr, PARTS: gl.constexpr, BLOCKS: gl.constexpr):
-    """What concerns a part of each word: (rows, groups) as (rows, words); see `packed.unpack`."""
+    """The scales or shifts of a part of each word: (rows, groups) as (rows, words); see `packed.unpack`."""
     piece = pieces[PART * len(pieces) // PARTS]
     LAYOUT: gl.constexpr = spread_layout(BLOCKS, piece.shape[1])
     EACH: gl.constexpr = 8 * BLOCKS // piece.shape[1]
@@ -343,7 +343,7 @@ def multiply_packed(
 ):  # fmt: skip
     """64 columns of a tile, from `first_k` to `last_k`: the transposed product with a packed weight.
 
-    Where warpgroups take turns, every other step of it.
+    If warpgroups take turns, every other step of it.
 
     A step is unpacked in pieces of eight lines of words, the least that can be cut out of shared memory, and the tensor
     cores work on one while the next is unpacked.
@@ -365,8 +365,7 @@ def multiply_packed(
     stage, phase = later(stage, phase, first, STAGES)
     acc = gl.zeros([ROWS, BLOCK_M], gl.float32, ACC)
     if not TURNS:
-        # Otherwise there is a path around the loop, for which the code behind it is computed in advance and
-        # separately.
+        # Otherwise there is a path around the loop, for which the code after it is computed in advance and separately.
         gl.assume(first_k < last_k)
     for _ in range(first_k + first * BLOCK_K, last_k, EVERY * BLOCK_K):
         mbarrier.wait(full.index(stage), phase)
@@ -403,7 +402,7 @@ def add_scaled(acc, product, scale):
 
 @gluon.jit
 def scale_of_columns(pointer, col, stride, EVERY: gl.constexpr, N, more):
-    """The one scale of up to 128 columns from `col` on; those of a tile's second half may lie behind the matrix."""
+    """The one scale of up to 128 columns from `col` on; those of a tile's second half may be beyond the matrix."""
     return gl.load(pointer + gl.cast(col // EVERY, gl.int64) * stride, mask=more & (col < N), other=0.0)
 
 
@@ -513,7 +512,7 @@ def consume(
     parity = gl.to_tensor(0)
     DOWN: gl.constexpr = 0 if SWAP else ROWS * WARPGROUP
     RIGHT: gl.constexpr = ROWS * WARPGROUP if SWAP and not TURNS else 0
-    # Which piece of how many of a tile is this warpgroup's to finish.
+    # The index of the piece of a tile that this warpgroup finishes, and the number of pieces.
     PIECE: gl.constexpr = 0 if TURNS else WARPGROUP
     PIECES: gl.constexpr = 1 if TURNS else WARPGROUPS
     staged = staging.index(PIECE)

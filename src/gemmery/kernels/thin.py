@@ -4,9 +4,9 @@ It is added to the accumulator where a tile ends, before the epilogue. So it is 
 size is stored.
 
 In Triton's kernels it is one more `tl.dot`. In Gluon's kernels all shared memory is used, so a warp loads its part of
-both matrices straight into registers. Where the elements of a block lie among threads as `wgmma` leaves them, in
-squares of 8 by 8, the instruction is `mma.sync`, which has its results there. Other blocks are those of few rows, to
-which the products of columns and rows are added one by one.
+both matrices straight into registers. If the elements of a block are distributed among threads as `wgmma` leaves them,
+in squares of 8 by 8, the instruction is `mma.sync`, whose results have this layout. Other blocks are those of few rows,
+to which the products of columns and rows are added one by one.
 """
 
 from typing import Any
@@ -94,7 +94,7 @@ def add_columns(acc, left, right, strides, shape, row, col, RANK: tl.constexpr):
 
 @constexpr_function
 def fragments_of(kind):
-    """How the elements of a block of Gluon lie: 1 as `wgmma` of four warps leaves them, 2 as their transpose, or 0."""
+    """The layout of a block of Gluon: 1 as `wgmma` of four warps leaves it, 2 the transpose of it, or 0."""
     layout: Any = kind.layout
     rows, columns = kind.shape
     if isinstance(layout, gl.NVMMADistributedLayout):
@@ -105,7 +105,7 @@ def fragments_of(kind):
     found = [[list(x) for x in part] for part in (layout.reg_bases, layout.lane_bases, layout.warp_bases)]
     for kind, turned in ((1, False), (2, True)):
         size = rows if turned else columns
-        # Two columns and the row 8 behind; then the other eights of columns.
+        # Two columns and the row 8 below; then the other groups of eight columns.
         across = [[0, 8 << i] for i in range((size // 8).bit_length() - 1)]
         bases = [[[0, 1], [8, 0], *across], [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]]]
         if found == ([[x[::-1] for x in part] for part in bases] if turned else bases):
@@ -138,7 +138,7 @@ def fragments_text(count, rank, words, kind):
     x, y, x_step, y_step, x_room, y_room = (f"${8 * count + 4 * i}" for i in range(6))
     each = 8 * words
     lines = [
-        # A warp has 16 rows, and a thread of it the row that is its number divided by 4, and that 8 behind it.
+        # A warp has 16 rows, and a thread of it the row that is its number divided by 4, and the row 8 below it.
         "mov.u32 quad, %tid.x; shr.u32 warp, quad, 5; and.b32 warp, warp, 3; shr.u32 row, quad, 2; and.b32 row, row, 7;"
         f"and.b32 quad, quad, 3; mul.lo.s32 behind, quad, {4 * words}; cvt.u64.u32 y, behind; add.s64 x0, y, {x};"
         f"add.s64 y_first, y, {y}; mad.wide.s32 y_first, row, {y_step}, y_first; sub.s32 room, {y_room}, row;"
