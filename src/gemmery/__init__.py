@@ -64,7 +64,7 @@ def __getattr__(name: str) -> Any:
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = import_module(_LATER[name], __name__)
-    # Kept, so that the next time nobody asks here.
+    # Kept, so that the next access does not come here.
     globals()[name] = found = module if name in ("moe", "nn") else getattr(module, name)
     return found
 

@@ -221,7 +221,7 @@ def _walk(x: Tensor, span: int | None) -> _Walk:
     """Lines of `span` columns, or of as many as a program holds at a time."""
     sizes, M, (own,) = fold_blocks(x, [])
     K = x.shape[-1]
-    # Rows that are neighbours in memory: so many are loaded at once that what comes with them is used.
+    # Rows that are neighbors in memory: enough are loaded at once to use whole memory sectors.
     down = own.row == 1 and own.col != 1
     columns = 1 << (min(span or K, BLOCK if down else K) - 1).bit_length()
     columns = min(columns, _TILE if span is None else columns if columns <= _WHOLE else _PART)

@@ -1,4 +1,4 @@
-"""Tensors that are sharded, for code that runs where nobody has imported torch.distributed."""
+"""Tensors that are sharded, for code that runs without an import of torch.distributed."""
 
 from __future__ import annotations
 

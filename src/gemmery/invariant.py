@@ -1,8 +1,8 @@
 """torch's own matrix products made batch-invariant within a context: `with gemmery.batch_invariant():`.
 
 Two of torch's modes do it. They are a thread's own, go along with a backward pass to the threads that run it, and leave
-no state outside. Every product, whoever asked for it (`@`, einsum, C++ code, a backward pass), passes the dispatch
-mode, below autograd, autocast, vmap and tensor subclasses, which see what they always see. The function mode only mends
+no state outside. Every product, from any caller (`@`, einsum, C++ code, a backward pass), passes the dispatch mode,
+below autograd, autocast, vmap and tensor subclasses, which see what they always see. The function mode only mends
 `linear`, which torch computes in one step or two, as the strides of its input have it.
 """
 
@@ -76,7 +76,7 @@ def _product(
     # The function mode would look at every attribute that is read, and gradients have been dealt with above.
     with torch._C.DisableTorchFunction(), torch.no_grad():
         if forward_ad._current_level >= 0 and not _len_torch_dispatch_stack():
-            # The tangents are torch's, which sees to them above.
+            # torch computes the tangents, above this level.
             call = checked(op, a, b, addend, NONE, out, options, alpha, beta)
             return compute(call, out)[0][0]
         return product(op, a, b, addend, NONE, out, options, scalars_of(alpha, beta))

@@ -1,4 +1,4 @@
-"""What a loss needs of logits, `x @ weight.T + bias`, that are never whole in memory; and its gradients.
+"""The values of logits, `x @ weight.T + bias`, that a loss needs, without all logits in memory; and their gradients.
 
 A cross entropy of a row, with or without label smoothing, class weights and z-loss, is a function of three numbers: the
 logarithm of the row's sum of exponentials, the target's logit, and the (weighted) sum of the logits. One product makes
@@ -41,7 +41,7 @@ from .product.seen import in_transform, needs_dispatcher
 BLOCK, LAST_BLOCK, OWN_BLOCK = 1 << 28, 1 << 25, 1 << 26
 #: Columns of such a block: a multiple of this, so that tiles are whole, and no fewer than that many.
 _MULTIPLE, _FEWEST = 256, 1024
-#: What a gradient is divided by at least.
+#: The least divisor of a gradient.
 _TINY = 2.0**-100
 #: Elements of which a row of a block has a multiple, and of which its place in another matrix is one.
 _ALIGNED, _LINE = 16, 128
@@ -52,7 +52,7 @@ _REDUCED, _LEAST_ROWS, _HELD = 1 << 28, 1 << 10, 1 << 25
 
 
 class Rows(NamedTuple):
-    """What is known of each row of the logits, in the type of sums.
+    """The statistics of each row of the logits, in the type of sums.
 
     Attributes:
         lse: (N,), the logarithms of the sums of exponentials.
@@ -133,7 +133,7 @@ class Block(NamedTuple):
 
     Attributes:
         columns: their numbers.
-        place: the first element of the weight's gradient behind which theirs lies; None for memory of its own.
+        place: the element of the weight's gradient from which their memory begins; None for separate memory.
     """
 
     columns: slice
@@ -155,7 +155,7 @@ def blocks_of(rows: int, columns: int, features: int, most: int | None, *, is_ke
     begin, width = 0, limit(BLOCK)
     least = limit(LAST_BLOCK if is_kept else OWN_BLOCK)
     while is_kept:
-        # What a block needs behind the rows that are computed from it, where its rows and itself are aligned.
+        # The size that a block needs after the rows that are computed from it, with aligned rows and an aligned start.
         needs = width * (rows + features) + rows * _ALIGNED + _LINE
         if width < min(least, columns - begin):
             break

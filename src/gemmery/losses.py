@@ -21,7 +21,7 @@ _OP = "linear_cross_entropy"
 _REDUCTIONS = ("mean", "sum", "none")
 _TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _TARGETS = (torch.int32, torch.int64)
-#: What stands for a target that is ignored, unless another number is given, as in torch.
+#: The default of `ignore_index`, as in torch.
 _IGNORED = -100
 #: Classes are numbered in int32.
 _MOST = (1 << 31) - 1024

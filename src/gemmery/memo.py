@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any, TypeVar
 
-#: How many entries a memo holds.
+#: The most entries of a memo.
 KEPT = 4096
 
 _lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""How float32 is multiplied where torch's own setting is to decide."""
+"""The precision of float32 products by torch's setting."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .dtypes import Precision
 
-#: What a user may ask for: "torch" is whatever `torch.backends.cuda.matmul` says at the call.
+#: The precisions that a user may select: "torch" follows `torch.backends.cuda.matmul` at the call.
 AskedPrecision = Literal["ieee", "tf32", "tf32x3", "torch"]
 
 

@@ -63,7 +63,7 @@ def _multiply_rows(a: Tensor, b: Tensor) -> Tensor:
     matrices = matrices.expand(*batch, *matrices.shape[-2:])
     product = rows.new_empty((*rows.shape[:-1], matrices.shape[-1]))
     for place in itertools.product(*map(range, batch)):
-        # What a BLAS does may depend on addresses: fresh copies all begin alike.
+        # A BLAS's choice of kernel may depend on addresses; all fresh copies have the same alignment.
         matrix = matrices[place].clone()
         for i, row in enumerate(rows[place]):
             product[(*place, i)] = torch.matmul(row.clone(memory_format=torch.contiguous_format), matrix)

@@ -1,6 +1,6 @@
-"""Problems of products that nobody has tensors of: with packed weights, epilogues and scales, and of suites' rows.
+"""Problems of products without tensors: with packed weights, epilogues and scales, and of suites' rows.
 
-`select.shapes.problem_of` is for bare products. What is here goes the way of a call up to its `Problem`, on tensors of
+`select.shapes.problem_of` is for bare products. This module runs the steps of a call up to its `Problem`, on tensors of
 the meta device, which have no memory.
 """
 
@@ -129,7 +129,7 @@ def abstract_problem(
     if bias and fusion is not None and "row" in fusion.operands:
         raise ValueError(f"{epilogue} adds a bias already: give bias or this epilogue")
     shapes = {"row": (N,), "matrix": (M, N)}
-    # What is added to a product of 8-bit operands has the type of its result.
+    # The addend of a product of 8-bit operands has the type of its result.
     added = kind.dtype if kind.dtype.itemsize > 1 else torch.bfloat16
     args = tuple([meta(*shapes[x], dtype=added) for x in fusion.operands]) if fusion else ()
     function = fusion.function if fusion else None
@@ -164,7 +164,7 @@ def _weight(dense: Tensor, name: str, group_size: int | None) -> PackedWeight:
 def _scaled(
     a: Tensor, b: Tensor, scales: str, bias: Tensor | None, options: Options, device: Device
 ) -> Problem:
-    """What `gemmery.scaled_matmul` comes to."""
+    """The problem of `gemmery.scaled_matmul`."""
     if a.dtype.itemsize != 1:
         raise ValueError(f"scales are for operands of 8 bits; dtype is {a.dtype}")
     if scales == "mx" and a.dtype not in FP8:

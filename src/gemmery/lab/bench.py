@@ -202,7 +202,7 @@ def run_suite(
 
 @dataclass(frozen=True)
 class Request:
-    """What `gemmery bench` was asked for.
+    """The request of `gemmery bench`.
 
     Attributes:
         suites: names, or "all" for every suite that is not part of another.
@@ -259,7 +259,7 @@ class Run:
 
 
 def runs(request: Request) -> list[Run]:
-    """What a request comes to.
+    """The runs of a request.
 
     Raises:
         ValueError: a name is unknown, nothing is left to run, or several results would go to one file.

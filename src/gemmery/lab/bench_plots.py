@@ -111,7 +111,7 @@ def _curve(axes: Axes, series: Series, colour: str) -> None:
 
 
 def _spread(marks: Iterable[Mark]) -> list[list[float]]:
-    """How far the least and the largest are from the median, for `errorbar`."""
+    """The distances of the least and the largest from the median, for `errorbar`."""
     listed = list(marks)
     below = [max(mark.middle - mark.low, 0) for mark in listed]
     return [below, [max(mark.high - mark.middle, 0) for mark in listed]]
@@ -153,7 +153,7 @@ def _legend(made: Figure, colours: dict[str, str], used: set[str], joined: bool 
 
 
 def _sources(made: Figure, results: Sequence[Result]) -> None:
-    """What ran where, in small letters at the lower edge, for which room is left."""
+    """The versions and the GPU, in small letters at the lower edge, for which room is left."""
     lines = list(dict.fromkeys(run_line(result) for result in results))
     room = (0.1 * len(lines) + 0.05) / made.get_figheight()
     made.set_layout_engine("constrained", rect=(0, room, 1, 1 - room))

@@ -142,7 +142,7 @@ def _but_rows(row: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _common(row: Mapping[str, Any]) -> str:
-    """What products that differ in M have in common, in words."""
+    """The properties that products of different M share, in words."""
     sizes = "×".join(str(size) for size in (*row["batch"], "M", row["N"], row["K"]))
     more = [row.get("weight"), row.get("scales"), (row.get("epilogue") or "").replace("_", " ")]
     return ", ".join([f"{sizes} {row['dtype']}", *(word for word in more if word)])

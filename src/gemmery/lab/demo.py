@@ -43,10 +43,10 @@ SENTENCES = (
     "My grandmother's bread needs two days and a cold cellar.",
 )
 
-#: How close a sentence's vector from gemmery must be to torch's, as a cosine.
+#: The least cosine of a sentence's vectors from gemmery and from torch.
 WANTED = 0.9999
 
-#: How many passes over all sentences are timed.
+#: The number of timed passes over all sentences.
 PASSES = 20
 
 
@@ -160,7 +160,7 @@ def compare(model: nn.Module, batch: dict[str, Tensor], console: Console) -> Com
         actual = _embed(model, batch).cpu()
     seconds["gemmery"] = time.perf_counter() - start
     if not INTERPRETED:
-        # That pass compiled the kernels; these only run them. The interpreter is too slow to be asked twice.
+        # That pass compiled the kernels; these only run them. The interpreter is too slow for a second run.
         actual, seconds["gemmery"] = _timed(model, batch, passes=PASSES)
 
     ours, theirs = actual @ actual.T, expected @ expected.T
@@ -314,7 +314,7 @@ def _show(run: Comparison, console: Console, sentences: bool) -> None:
 
 
 def checked(run: Comparison) -> str:
-    """What a comparison compared, and how near the results came, in words."""
+    """The compared implementations and the agreement of their results, in words."""
     calls = sum(gemm.calls for gemm in run.gemms)
     error, torch_error = (max(getattr(gemm, name) for gemm in run.gemms) for name in ("error", "torch_error"))
     return (

@@ -28,7 +28,7 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 INK, FAINT = "#333333", "#bbbbbb"
 #: The colour map of quantities, dark first; even steps for every reader, in print too.
 SEQUENCE = "viridis"
-#: What `save` writes.
+#: The formats that `save` writes.
 PICTURES = (".png", ".svg")
 
 #: Any, since matplotlib's types name every key that there is.
@@ -42,7 +42,7 @@ STYLE: Any = {
 
 @contextmanager
 def figure(width: float, height: float, title: str = "") -> Iterator[Figure]:
-    """An empty figure of so many inches; whatever is drawn inside of the `with` is in the lab's style.
+    """An empty figure of a given size in inches; everything that is drawn inside the `with` has the lab's style.
 
     `title` stands over all panels: one sentence, which says what the picture shows.
     """

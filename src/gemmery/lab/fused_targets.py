@@ -38,7 +38,7 @@ from .abstract import scaled_meta
 
 
 def squares(acc: Tensor) -> tuple[Tensor, Tensor]:
-    """What a norm behind a product needs."""
+    """The results that a norm after a product needs."""
     return acc, acc.square().sum(-1)
 
 
@@ -168,7 +168,7 @@ GRADIENTS = ("bias_gelu", "swiglu", "several", "dropout")
 
 
 class Abstract(NamedTuple):
-    """What a product comes to before a config is chosen.
+    """A product before a config is chosen.
 
     Attributes:
         problem: what is computed.
@@ -193,7 +193,8 @@ def _operands(name: str, dtype: str, rows: int, size: int) -> tuple[Any, Any, Te
     x: Any = empty(rows, size, dtype=kind)
     weight: Any = empty(columns, size, dtype=kind)
     if how.pair:
-        # In one buffer, as all begin at one address on the meta device: apart, and the gate behind what it gates.
+        # In one buffer, because all tensors of the meta device begin at one address: apart, and the gate after the
+        # matrix that it gates.
         weight = empty(3 * size // 2, size, dtype=kind).chunk(3)[::-2]
     if how.sparse is not None:
         is_fp8 = kind.itemsize == 1

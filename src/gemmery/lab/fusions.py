@@ -44,7 +44,7 @@ FUSIONS: dict[str, Fusion] = {
 
 
 def in_torch(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """What somebody writes who has no epilogues: a product in torch, and the function of it."""
+    """The same without epilogues: a product in torch, and the function applied to it."""
 
     def fused(a: Tensor, weight: Tensor, *args: Any) -> Tensor:
         return function(torch.nn.functional.linear(a, weight), *args)

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 #: Colours of lanes that are masked off, neither of which is in the map of offsets.
 MASKED = {ASTRAY: "#d9d9d9", BEYOND: COLOURS[1]}
-#: A whole matrix is drawn in at most so many points a side.
+#: The most points per side of a picture of a whole matrix.
 POINTS = 200
-#: Up to so many rows and columns of lanes, each is drawn with its offset.
+#: The most rows and columns of lanes that are drawn with their offsets.
 NUMBERED = 16
 
 
@@ -39,7 +39,7 @@ def picture(found: Accesses) -> Figure:
 
 
 def _key(found: Accesses) -> str:
-    """What the colours mean."""
+    """The legend of the colors."""
     said = [
         "above: each matrix, brighter where the offset is larger; framed: the block; dashed: all steps along K"
     ]
@@ -91,7 +91,7 @@ def _matrix(axes: Axes, found: Accesses, block: Block) -> None:
 
 
 def _sampled(size: int) -> np.ndarray:
-    """At most `POINTS` places, evenly spread over so many."""
+    """At most `POINTS` places, evenly spread over `size`."""
     return np.unique(np.linspace(0, max(size - 1, 0), min(size, POINTS)).astype(np.int64))
 
 

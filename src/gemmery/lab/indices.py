@@ -1,4 +1,4 @@
-"""The offsets that one program's pointers hold: what `kernels.operands` computes, in numpy, to be looked at.
+"""The offsets that one program's pointers hold: what `kernels.operands` computes, in numpy, for inspection.
 
 `accesses` says for one program of a launch, and one step of its K loop, which elements of A and B it loads and which of
 C it stores: a `Block` of offsets, in elements from the matrix's first, with the lanes that are masked off because they
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 Ints = np.ndarray
 
-#: What becomes of a lane: it is in the matrix; it is outside, and without its mask would touch memory between the
-#: matrix's first and its last element, most often another element; or it would touch what is before or behind them.
+#: The cases of a lane: it is in the matrix; it is outside, and without its mask would touch memory between the
+#: matrix's first and its last element, most often another element; or it would touch memory before or after them.
 INSIDE, ASTRAY, BEYOND = 0, 1, 2
 #: The largest offset that 32 bits hold.
 NARROW = (1 << 31) - 1
@@ -174,7 +174,7 @@ def _span(first: int, count: int) -> str:
 
 
 def _steps(schedule: Walk, unit: int) -> int:
-    # Where K is 0, the kernels' loop makes one step, all of it masked off.
+    # If K is 0, the kernels' loop makes one step, which is masked off.
     return max(-(-int(schedule.last_k[unit] - schedule.first_k[unit]) // int(schedule.step[unit])), 1)
 
 

@@ -1,4 +1,4 @@
-"""What a row of a suite is measured on: random operands laid out as it says, and the check of a result."""
+"""The inputs of a suite's row: random operands in its layout, and the check of a result."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .suites import BATCH_NAMES, LAYOUTS, MATRIX_NAMES, Row
 
 @dataclass(frozen=True)
 class Kind:
-    """What a name of `suites.DTYPES` stands for.
+    """The meaning of a name of `suites.DTYPES`.
 
     Attributes:
         dtype, out: of the operands and of the result.
@@ -52,7 +52,7 @@ KINDS: dict[str, Kind] = {
 }
 #: Rows of the output that are compared in float64, and columns at a time.
 CHECKED_ROWS, CHECKED_COLUMNS = 512, 8192
-#: What an integer output is filled with before the check. No product of int8 matrices gets there below K = 2^17.
+#: The value that fills an integer output before the check. No product of int8 matrices gets there below K = 2^17.
 UNWRITTEN = -(2**31)
 
 
@@ -66,7 +66,7 @@ class WrongResult(Exception):
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a method gets.
+    """The inputs of a method.
 
     Attributes:
         a, b: (..., M, K) and (..., K, N).
@@ -98,7 +98,7 @@ class Bare:
     finish: Callable[[Tensor], Tensor]
 
     def __call__(self) -> Tensor:
-        """What is timed."""
+        """The timed call."""
         return self.call()
 
 
@@ -137,7 +137,7 @@ def make_matrix(batch: Sequence[int], rows: int, cols: int, layout: str, fill: F
 
 
 def make_ordered(extents: dict[str, int], order: str, fill: Fill) -> Tensor:
-    """A view of a buffer whose dimensions lie in memory in an order, see `suites.Row`.
+    """A view of a buffer whose dimensions have a given order in memory, see `suites.Row`.
 
     Args:
         extents: size of each named dimension of the view, in the view's order.
@@ -207,7 +207,7 @@ def weight_inputs(row: Row, kind: Kind, fill: Fill) -> Inputs:
     )  # fmt: skip
 
 
-#: What `quantize_activations` calls the scales of a row of a suite.
+#: The names in `quantize_activations` of the scales of a suite's row.
 PER: dict[str, Per] = {"tensor": "tensor", "row": "token", "block": "block", "mx": "mx"}
 
 

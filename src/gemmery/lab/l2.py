@@ -1,4 +1,4 @@
-"""What a product reads from memory through an L2 cache, by the order in which its tiles are visited.
+"""The bytes that a product reads from memory through an L2 cache, by tile order.
 
 A simulation that is exact for a simple cache. Programs that run at once go along K together: in every step each of them
 asks for its block of A and its block of B, and a block that several ask for is read once. The cache is one pool of
@@ -136,11 +136,11 @@ def simulate(
 
 
 class _Cache:
-    """Which strips of A and B, rows of A or columns of B, were last used when; see the module's text."""
+    """The time of the last use of each strip of A and B, rows of A or columns of B; see the module's text."""
 
     def __init__(self, width: np.ndarray, K: int, block_k: int, capacity: int) -> None:
         self.width, self.K, self.capacity = width, K, capacity
-        #: Where each step along K begins, and how long it is.
+        #: The first element of each K step, and its length.
         self.before = np.arange(0, K, block_k)
         self.length = np.minimum(K - self.before, block_k)
         self.last = np.full(len(width), -1)

@@ -41,7 +41,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Record:
-    """What one run of a rung found out; written by the tutorials' `--json`."""
+    """The results of one run of a rung; written by the tutorials' `--json`."""
 
     number: int
     title: str
@@ -104,7 +104,7 @@ def run_rung(number: int, path: Path, say: Callable[[str], object] = lambda line
     title = path.stem[3:].replace("_", " ")
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "record.json"
-        # A packaged rung lies in a folder that may be read-only, and a checkout should stay clean.
+        # A packaged rung is in a folder that may be read-only, and a checkout should stay clean.
         printed: list[str] = []
         with subprocess.Popen(
             [sys.executable, "-B", "-u", str(path), "--json", str(result)],
@@ -122,7 +122,7 @@ def run_rung(number: int, path: Path, say: Callable[[str], object] = lambda line
 
 
 def gains(rows: Iterable[Row]) -> list[Gain]:
-    """What a rung gained, shape by shape. Ratios are speeds: over 1 means that the rung is faster."""
+    """The gain of a rung, shape by shape. Ratios are speeds: over 1 means that the rung is faster."""
     times: dict[str, dict[str, Row]] = {}
     for row in rows:
         if row.time_us is not None:

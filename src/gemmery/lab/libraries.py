@@ -19,7 +19,7 @@ from ..formats import FORMATS, packing
 from ..tuning.stopwatch import Call
 from .inputs import Inputs, Unsuited
 
-#: How many times the tolerance their results may be off: they round scales or decoded weights to bf16, or sum in it.
+#: The factor on the tolerance of their results: they round scales or decoded weights to bf16, or sum in bf16.
 SLACK = 3.0
 
 
@@ -45,7 +45,7 @@ def _signed(inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 
 def _format(inputs: Inputs, *known: str) -> tuple[str, int]:
-    """The format of a row's weight and its group; Unsuited unless it is one of those known, with nothing behind it."""
+    """The format of a row's weight and its group; Unsuited unless it is a known one, without a fused function."""
     row = inputs.row
     name, group = row.packing if row.weight else ("", None)
     if name not in known:

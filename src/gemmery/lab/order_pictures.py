@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.image import AxesImage
 
-#: What a comparison can be drawn as, by the ending of a file's name.
+#: The formats of a comparison's picture, by the ending of the file's name.
 ENDINGS = (*PICTURES, ".gif", ".html")
 #: Colours of the strips of A and of B that tiles read, and of whatever is not in use.
 OF_A, OF_B, OTHERS = COLOURS[1], COLOURS[0], "#eeeeee"
 #: And, in an animation, of tiles that are being computed; not in the map of times.
 NOW = COLOURS[3]
-#: The animation has at most so many pictures a round, each shown for so many seconds.
+#: The most pictures in a round of the animation, and the seconds for which each is shown.
 FRAMES, SECONDS = 24, 0.5
-#: Up to so many rows and columns of tiles, each is drawn with a line around it, and with its number.
+#: The most rows and columns of tiles that are drawn with an outline and their number.
 LINED, NUMBERED = 48, 12
 #: Letters of a title in an inch.
 LETTERS = 10
@@ -195,7 +195,7 @@ def _hit_rates(axes: Axes, comparison: Comparison) -> None:
 
 
 def ends(launch: Launch) -> list[int]:
-    """How many tiles are done at the end of each step of an animation: some waves, or a part of one."""
+    """The number of finished tiles at the end of each step of an animation: some waves, or a part of one."""
     tiles = launch.tiles[0] * launch.tiles[1]
     many = launch.waves >= FRAMES // 4
     step = launch.programs * -(-launch.waves // FRAMES) if many else -(-tiles // FRAMES)
@@ -218,7 +218,7 @@ def animate(comparison: Comparison, path: Path) -> None:
         films = [_Film(axes, it, order) for axes, order in zip(panels, shown, strict=True)]
         made.draw_without_rendering()
         made.set_layout_engine("none")
-        # What all pictures have in common is drawn once.
+        # The part that all pictures share is drawn once.
         for artist in (artist for film in films for artist in film.artists):
             artist.set_animated(True)
         canvas.draw()
@@ -289,6 +289,6 @@ def page(comparison: Comparison) -> str:
         "title": _title(comparison), "launch": str(comparison.launch), "schedule": None,
         "colours": [to_hex(colour) for colour in colormaps[SEQUENCE](np.linspace(0, 1, 64))],
     }  # fmt: skip
-    # Nothing in the data may look like the end of the script that it lies in.
+    # The data must not contain the end tag of its script.
     data = json.dumps(values, separators=(",", ":")).replace("<", "\\u003c")
     return _PAGE.read_text(encoding="utf-8").replace("DATA", data, 1)

@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-#: Beyond so many tiles a picture shows nothing and takes long.
+#: The most tiles in a picture; with more, it shows nothing and takes long.
 MOST_TILES = 1 << 18
 #: Group sizes that are compared, of those that a matrix has rows of tiles for.
 GROUP_SIZES = (2, 4, 8, 16, 32)
-#: Up to so many rows and columns of tiles, the text shows the number of each tile.
+#: The most rows and columns of tiles for which the text shows the number of each tile.
 NUMBERED = 12
 
 
@@ -80,7 +80,7 @@ class Launch:
 
     @property
     def waves(self) -> int:
-        """Times that as many tiles as are computed at once have to be computed, the last time perhaps fewer."""
+        """The number of waves: in each, as many tiles are computed as fit at once, in the last perhaps fewer."""
         return -(-self.tiles[0] * self.tiles[1] // self.programs)
 
     def __str__(self) -> str:
@@ -163,8 +163,8 @@ class Order:
         name: "row", "column" or "grouped".
         group_size: rows of tiles in a band: 1 for "row" and all for "column".
         visits: row and column of the tile that is visited as the nth, (tiles, 2).
-        first: how many tiles the next two are about.
-        first_rows, first_columns: the rows and columns of tiles that these lie in, whose blocks of A and B they read.
+        first: the number of tiles that the next two describe.
+        first_rows, first_columns: the rows and columns of tiles that contain these, whose blocks of A and B they read.
         steps: blocks of A in a row of tiles, and of B in a column.
         traffic: of the whole launch.
     """
@@ -240,7 +240,7 @@ class Comparison:
 
     @property
     def conclusion(self) -> str:
-        """What the choice among the shown orders changes, in a sentence."""
+        """The effect of the choice among the shown orders, in a sentence."""
         best = min(self.shown, key=lambda order: order.traffic.memory)
         worst = max(self.shown, key=lambda order: order.traffic.memory)
         if self.launch.waves == 1:

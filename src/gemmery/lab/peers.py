@@ -63,7 +63,7 @@ def gemmery_call(inputs: Inputs) -> Call:
 
 
 def gemmery_plan(inputs: Inputs) -> Plan | None:
-    """What gemmery does for these inputs; None where the torch reference serves, or scales leave none to ask for."""
+    """gemmery's plan for these inputs; None if the torch reference runs, or if there is no plan for the scales."""
     import gemmery
 
     if inputs.scaled is not None:
@@ -80,7 +80,7 @@ def gemmery_plan(inputs: Inputs) -> Plan | None:
 
 
 def _product(inputs: Inputs) -> Callable[..., Tensor]:
-    """torch's function of a and b for a type: the one that has its instructions behind it."""
+    """torch's function of a and b for a type: the one that uses the type's instructions."""
     dtype = inputs.kind.dtype
     if inputs.scaled is not None:
         return _scaled_product(inputs)
@@ -107,7 +107,7 @@ def _scaled_product(inputs: Inputs) -> Callable[..., Tensor]:
     if inputs.row.scales == "block":
         # cuBLAS on Hopper takes a's scales with the rows innermost in memory, and the transpose of those of b as
         # (N, K), with a stride between rows that is a multiple of `MULTIPLE`.
-        # Each block is summed at the tensor cores' own precision, and torch refuses to be asked for more or less.
+        # Each block is summed at the tensor cores' own precision, and torch raises an error for any other precision.
         scale_a, fast = _filled_up(scale_a, 0).mT.contiguous().mT, False
         scale_b = _filled_up(scale_b, 1)[:, : scale_b.shape[1]]
     product = partial(
@@ -123,7 +123,7 @@ MULTIPLE = 4
 
 
 def _filled_up(x: Tensor, dim: int) -> Tensor:
-    """A matrix with zeros behind it, so that a dimension is a multiple of `MULTIPLE`."""
+    """A matrix padded with zeros, so that a dimension is a multiple of `MULTIPLE`."""
     missing = -x.shape[dim] % MULTIPLE
     if not missing:
         return x
@@ -174,7 +174,7 @@ def cublas(inputs: Inputs) -> Call:
 
 
 def compiled(inputs: Inputs, mode: str = "max-autotune-no-cudagraphs") -> Call:
-    """torch.compile of the product and what is behind it, with its own search over templates and the vendor's BLAS."""
+    """torch.compile of the product and the function after it, with its search over templates and the vendor's BLAS."""
     # Without it, the eighth shape in a process would run uncompiled.
     torch._dynamo.reset()
     if inputs.row.epilogue:
@@ -195,7 +195,7 @@ def compiled(inputs: Inputs, mode: str = "max-autotune-no-cudagraphs") -> Call:
 
 @functools.cache
 def _rung(number: int) -> Any:
-    """A tutorial as a module, imported from the folder that it lies in, as it is when it runs by itself."""
+    """A tutorial as a module, imported from its folder, as when it runs by itself."""
     from .ladder import tutorial_files
 
     folder = str(tutorial_files()[number].parent)
@@ -219,7 +219,7 @@ def seed(inputs: Inputs) -> Call:
     for call in calls:
         try:
             call()
-        except ValueError as error:  # how a rung says which operands it takes
+        except ValueError as error:  # a rung's error for operands that it does not support
             refusal = str(error)
         else:
             return call

@@ -1,7 +1,7 @@
-"""Random products as models have them: the yardstick for shapes that nobody has thought of.
+"""Random products as models have them: a measure for unforeseen shapes.
 
 A transformer is drawn (hidden size, heads, feed-forward width, tensor-parallel degree), of it a projection, and a
-number of rows. The same seed gives the same products everywhere. What is tuned or fitted leaves out those of
+number of rows. The same seed gives the same products everywhere. Tuning and fitting leave out those of
 `suites.held_out`. Needs neither torch nor a GPU.
 """
 
@@ -19,7 +19,7 @@ HIDDEN = (
     10240, 12288, 16384,
 )  # fmt: skip
 #: Sizes of a head, the queries' width over the hidden size, query heads that share a key, the feed-forward width over
-#: the hidden size, and degrees of tensor parallelism. What stands here several times is as many times as likely.
+#: the hidden size, and degrees of tensor parallelism. A value that appears several times is as many times as likely.
 HEAD = (64, 80, 96, 128, 128, 128, 192, 256)
 QUERIES = (0.5, 1, 1, 1, 2)
 SHARING = (1, 2, 4, 8, 8)

@@ -1,4 +1,4 @@
-"""What a suite's run leaves behind: its rows with all rounds, their summary, and what ran where, as one JSON file."""
+"""The result of a suite's run: its rows with all rounds, their summary, versions and GPU, as one JSON file."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def summarise(rows: Iterable[Mapping[str, Any]], keep: Callable[[Mapping[str, An
 
 # --- reading what was written ---------------------------------------------------------------------------------------
 
-#: What every result has.
+#: The keys of every result.
 _NEEDED = ("suite", "dtype", "gpu", "triton", "peers", "protocol", "summary", "rows")
 #: The version of Triton that results are of where they do not say.
 TRITON = "3.6"
@@ -128,7 +128,7 @@ def regimes(result: Mapping[str, Any]) -> list[str]:
 
 
 def run_line(result: Mapping[str, Any]) -> str:
-    """What ran where and when."""
+    """The GPU, the versions and the date of a run."""
     return (
         f"{result['gpu']}, torch {result['torch']}, Triton {result['triton']}, CUDA {result['cuda']}, commit "
         f"{result['commit']}, {result['date'][:10]}, {result['protocol']['rounds']} rounds"
@@ -137,7 +137,7 @@ def run_line(result: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class FusedCost:
-    """What a fused product takes beside the same product with nothing behind it.
+    """The time of a fused product compared with the same product without the fused function.
 
     Attributes:
         name, bare: of the two rows.
@@ -152,7 +152,7 @@ class FusedCost:
 
     @property
     def ratio(self) -> float:
-        """How many times as long the fused product takes."""
+        """The time of the fused product divided by the plain product's."""
         return self.us / self.bare_us
 
 
@@ -240,12 +240,12 @@ def commit() -> str:
     if given := os.environ.get("GEMMERY_COMMIT"):
         return given
     root = Path(__file__).resolve().parents[3]
-    # An installed copy may lie inside some other repository, whose commit would say nothing.
+    # An installed copy may be inside another repository, whose commit is meaningless.
     top = _git(root, "rev-parse", "--show-toplevel")
     name = _git(root, "rev-parse", "--short", "HEAD")
     if not top or not name or Path(top).resolve() != root:
         return "unknown"
-    # What is measured, and no more: results and tables are written to benchmarks/ between two runs.
+    # Only the measured code counts: results and tables are written to benchmarks/ between two runs.
     changed = _git(root, "status", "--porcelain", "--", "src", "tutorials")
     return name if changed == "" else f"{name}-dirty"
 

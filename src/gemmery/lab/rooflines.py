@@ -236,7 +236,7 @@ def results_of(device: Device, folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 @dataclass(frozen=True)
 class Known:
-    """What was measured, by suite, see `results_of`."""
+    """The measured results, by suite, see `results_of`."""
 
     rows: dict[str, list[dict[str, Any]]]
 

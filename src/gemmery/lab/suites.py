@@ -20,9 +20,9 @@ MOST_ROWS = 24
 #: Types of operands. "tf32" is fp32 data multiplied in TF32; "fp8" is e4m3, and "fp8fast" the same with sums at the
 #: tensor cores' own precision.
 DTYPES = ("bf16", "fp16", "fp32", "tf32", "fp64", "int8", "fp8", "fp8fast")
-#: "row" or "col" major, and how the matrix lies in its buffer: "+pad" in rows that are 64 elements longer, "+odd" in
-#: rows one element longer and starting at the second one, so that nothing is aligned, "+step" in every second element,
-#: "+half" in rows of which each begins in the middle of the one before.
+#: "row" or "col" major, and the place of the matrix in its buffer: "+pad" in rows that are 64 elements longer, "+odd"
+#: in rows one element longer and starting at the second one, so that nothing is aligned, "+step" in every second
+#: element, "+half" in rows that each begin in the middle of the one before.
 LAYOUTS = tuple(order + view for order in ("row", "col") for view in ("", "+pad", "+odd", "+step", "+half"))
 #: Names of the batch dimensions, first to last, in an order (see `Row`).
 BATCH_NAMES = "xyz"
@@ -30,17 +30,17 @@ BATCH_NAMES = "xyz"
 MATRIX_NAMES = {"a": "mk", "b": "kn", "out": "mn"}
 #: Epilogues, which `fusions` has.
 EPILOGUES = ("swiglu", "bias", "bias_gelu", "bias_gelu_tanh", "bias_relu_squared", "bias_residual")
-#: What a row calls: `matmul` into a given output or a new one, `linear`, or a plan made beforehand.
+#: The call of a row: `matmul` into a given output or a new one, `linear`, or a plan made beforehand.
 CALLS = ("matmul_out", "matmul", "linear", "plan")
-#: How many numbers of an int4 weight share a scale where the row does not say.
+#: The default number of an int4 weight's numbers that share a scale.
 GROUP = 128
 #: Formats of packed weights, each with how many numbers share a scale where the row does not say; None for as many as
 #: the format has by itself.
 WEIGHTS = {"int4": GROUP, "int8": None, "e4m3": None, "e5m2": None, "mxfp4": None, "nvfp4": None, "nf4": None}
 #: Formats of 2:4 sparse weights, of 16 bits or with codes of their own. No suite has them; see `benchmarks/sparse.py`.
 SPARSE_WEIGHTS = ("2:4", "2:4-int8", "2:4-e4m3", "2:4-int4")
-#: What shares a scale where both operands have 8 bits: all, a row, blocks (1 × 128 of A, 128 × 128 of B), or 32 columns
-#: of fp8 (MXFP8).
+#: The elements that share a scale if both operands have 8 bits: all, a row, blocks (1 × 128 of A, 128 × 128 of B), or
+#: 32 columns of fp8 (MXFP8).
 SCALES = ("tensor", "row", "block", "mx")
 #: Columns, and rows of B, that share a scale of blocks.
 BLOCK = 128
@@ -50,7 +50,7 @@ BLOCK = 128
 class Row:
     """One product of a suite, (M, K) by (K, N).
 
-    An operand lies in memory as one of `LAYOUTS` says, or in an order: its dimensions from the outermost to the
+    An operand has one of `LAYOUTS`, or an order: its dimensions from the outermost to the
     innermost in memory, x, y and z those of the batch. "x m y k" is a buffer (B, S, H, D) seen as (B, H, S, D). A
     number among them is a dimension of the buffer of which the operand is the first slice, "x m 3 y k" the queries of
     a fused (B, S, 3, H, D). A batch dimension that is not named is shared: of size 1, or, if it leads, not there.
@@ -226,7 +226,7 @@ RANDOM: dict[str, Drawing] = {
 #: The seeds of their rows; each has as many.
 SEEDS = (1, 2, 3, 4)
 
-#: What rows of a user's own shapes are called together, in results and files.
+#: The name of the suite of a user's own shapes, in results and files.
 SHAPES = "shapes"
 
 #: Regimes that a suite is measured in where nothing else is asked for; else burst and steady.
@@ -298,7 +298,7 @@ def held_out() -> set[tuple[int, int, int]]:
 
 
 def about(name: str) -> str:
-    """What a suite is, in words."""
+    """A description of a suite."""
     if name == SHAPES:
         return "The shapes that were given."
     if name in PARTS:
@@ -395,7 +395,7 @@ def _check_quantized(row: Row, where: str) -> None:
         )
     if row.scales and (row.dtype not in ("fp8", "fp8fast", "int8") or row.epilogue):
         raise ValueError(
-            f"{where}: scales are for dtype fp8, fp8fast and int8, and nothing is behind the product"
+            f"{where}: scales are for dtype fp8, fp8fast and int8, and the product has no epilogue"
         )
 
 

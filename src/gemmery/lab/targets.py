@@ -45,7 +45,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Report:
-    """What one compiled kernel turned out to be.
+    """The report of one compiled kernel.
 
     Attributes:
         faults: empty when all is well.
@@ -64,7 +64,9 @@ class Report:
 
 
 def cases(name: str, everything: bool) -> Iterator[Case]:
-    """What to compile for a target: all types it can do, in the layouts and epilogues that change the code most."""
+    """The cases to compile for a target: all supported types, in the layouts and epilogues that change the code
+    most.
+    """
     from ..devices import ARCHS
     from ..dtypes import DTYPE_NAMES
     from .fused_targets import FUSED, GRADIENTS
@@ -237,7 +239,7 @@ def expected(name: str, case: Case, config: Any) -> tuple[str, ...]:
 
 
 def serialised(compiled: Any) -> bool:
-    """Whether the assembler puts a wait behind every wgmma, as it does where it can't follow the accumulators."""
+    """Whether the assembler puts a wait after every wgmma, as it does if it can't follow the accumulators."""
     if "cubin" not in compiled.asm or "wgmma.mma_async" not in compiled.asm["ptx"]:
         return False
     from triton.backends.nvidia.compiler import get_ptxas

@@ -1,4 +1,4 @@
-"""Which tile is computed when, and by which program: the kernels' tile order and schedules, in numpy.
+"""The time and the program of each tile: the kernels' tile order and schedules, in numpy.
 
 `visits` is `kernels.order.grouped` for all tiles at once; `walk` is what a launch makes of it, see `Schedule.walk`.
 """

@@ -1,6 +1,6 @@
 """Timing of several methods of one computation against each other, fairly.
 
-A GPU at its power limit runs slower, and whoever is timed after a light kernel gets the power that was left unused.
+A GPU at its power limit runs slower, and a kernel that is timed after a light one gets the power that was left unused.
 So there are two regimes for a kernel. "burst": each launch is timed alone, after a rest, with inputs cold. "steady":
 each method heats the GPU with itself before it is timed. Two more are about the call around it. "graph": the GPU's time
 for one of many calls in a CUDA graph. "host": the time that the host is busy with one eager call. In all of them,
@@ -41,7 +41,7 @@ _HOST_SECONDS = 15e-6
 
 @dataclass(frozen=True)
 class Comparison:
-    """What `measure` found.
+    """The result of `measure`.
 
     Attributes:
         rounds: by regime, one dict of seconds per call for each round.

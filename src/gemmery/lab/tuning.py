@@ -36,7 +36,7 @@ NOTHING, INTERRUPTED = 2, 130
 
 @dataclass(frozen=True)
 class Kind:
-    """What a type is called on the command line stands for."""
+    """The meaning of a type's name on the command line."""
 
     dtype: torch.dtype
     precision: Precision = "ieee"
@@ -64,7 +64,7 @@ def kind_named(name: str) -> Kind:
 
 @dataclass(frozen=True)
 class Request:
-    """Which products `gemmery tune` was asked for.
+    """The request of `gemmery tune`.
 
     Attributes:
         suites, shapes: names of suites, and texts such as 64x4096x4096 or 8x64x4096x4096 with a batch.
@@ -91,7 +91,7 @@ class Request:
         for name in self.suites:
             if name in suites.RANDOM:
                 raise ValueError(
-                    f"suite {name}: it can't be tuned, because it measures shapes that nobody tuned; name another "
+                    f"suite {name}: it can't be tuned, because it measures untuned shapes; name another "
                     "suite, or shapes"
                 )
             for row in suites.load(name):

@@ -31,7 +31,7 @@ from .routing import combine, route
 
 @dataclass(frozen=True)
 class Unfused:
-    """An activation that torch runs behind the first product, for functions that can't be part of a kernel.
+    """An activation that torch runs after the first product, for functions that can't be part of a kernel.
 
     Attributes:
         function: of the whole first product, (R, 2I) or (R, I), whose columns are in the order of the weight's.
@@ -298,7 +298,7 @@ _GATED = {name: Epilogue(functools.partial(_times_up, function)) for name, funct
 
 
 def _activation(given: Any, gated: bool) -> tuple[Any, Callable[[Tensor], Tensor] | None]:
-    """The first product's epilogue, or what torch runs behind it."""
+    """The first product's epilogue, or the activation that torch runs after it."""
     if isinstance(given, Unfused):
         return None, given.function
     if isinstance(given, Epilogue):

@@ -32,7 +32,7 @@ _FEW = 1 << 25
 _ROWS, _COLS = 8, 512
 #: Ids of a block, each of which is compared with all others; more of them make a smaller table.
 _BLOCK, _LARGE_BLOCK = 128, 256
-#: From so many groups on blocks are large.
+#: The least number of groups with large blocks.
 _MANY_GROUPS = 512
 #: Ids with which those of a block are compared at a time.
 _OTHERS = 32

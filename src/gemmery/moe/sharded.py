@@ -1,9 +1,8 @@
 """Experts of DTensors: each rank computes the sums over the experts that it holds, for the tokens that it has.
 
-For each dimension of the device mesh the experts are sharded, or the tokens, or nothing. Where the experts are, a rank
-counts its own from 0. What tokens have chosen elsewhere gets ids outside of that range, goes to the tail behind all
-groups and adds nothing, so that the result is a part of the sum. All of it is differentiable, and torch.compile traces
-it.
+For each dimension of the device mesh the experts are sharded, or the tokens, or nothing. If the experts are sharded, a
+rank counts its own from 0. Choices of experts on other ranks get ids outside that range, go to the tail after all
+groups and add nothing, so the result is a part of the sum. All of it is differentiable, and torch.compile traces it.
 """
 
 from __future__ import annotations
@@ -117,7 +116,7 @@ def _check_placements(tensors: list[tuple[str, Tensor]]) -> None:
 def _role(
     of_experts: list[tuple[str, Tensor]], of_tokens: list[tuple[str, Tensor]], names: tuple[str, ...], i: int
 ) -> str:
-    """What is sharded in a dimension of the mesh: the experts, a dimension of the tokens, or "" for nothing."""
+    """The sharded dimension in a dimension of the mesh: the experts, a dimension of the tokens, or "" for none."""
     for _, x in of_experts:
         if isinstance(x, DTensor) and x.placements[i].is_shard():
             return EXPERTS

@@ -1,4 +1,4 @@
-"""What the facts mean: what works less well than it could, or not at all, and what to do about it."""
+"""Conclusions from the facts: limits, faults, and remedies."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ SLOW_VARIABLES = {
 
 
 def findings(facts: dict[str, Any]) -> list[Finding]:
-    """What follows from the facts and trials of `examine`."""
+    """The conclusions from the facts and trials of `examine`."""
     checks = (
         _versions, _gpu_at_hand, _interpreter, _each_gpu, _by_version, _tools, _cache, _store, _packages, _variables,
         _trials,
@@ -175,7 +175,7 @@ def _each_gpu(facts: dict[str, Any]) -> Iterator[Finding]:
 
 
 def _by_version(facts: dict[str, Any]) -> Iterator[Finding]:
-    """What another version of Triton would bring, to the GPUs that are here."""
+    """The gains of another version of Triton on the GPUs of this machine."""
     has = facts["versions"]["triton"]
     here = {gpu["row"]["arch"] for gpu in facts["gpus"] if gpu["row"] is not None}
     if "sm_100" in here and _number(has) < (3, 9):

@@ -1,4 +1,4 @@
-"""What there is on this machine, as plain values; nothing is judged here."""
+"""The facts of this machine, as plain values, without conclusions."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ VARIABLES = (
     "HIP_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "CC", "GEMMERY_STORE", "GEMMERY_CACHE_DIR", "GEMMERY_LOG",
 )  # fmt: skip
 
-#: Where drivers show themselves, whether torch can use them or not.
+#: Paths that exist if a driver is loaded, even if torch can't use it.
 _DRIVERS = {"NVIDIA": "/proc/driver/nvidia/version", "AMD": "/dev/kfd"}
 
 
@@ -84,7 +84,7 @@ def _versions() -> dict[str, str]:
 
 
 def _why_no_gpu() -> str | None:
-    """What torch says of a GPU that it can't use; None where it was built without any."""
+    """torch's message about a GPU that it can't use; None if torch was built without GPU support."""
     if torch.version.cuda is None and torch.version.hip is None:
         return None
     try:
@@ -95,7 +95,7 @@ def _why_no_gpu() -> str | None:
 
 
 def _gpu(index: int) -> dict[str, Any]:
-    """What the driver says of a GPU, and what gemmery knows of it and does on it."""
+    """The driver's facts about a GPU, and gemmery's facts and features for it."""
     properties = torch.cuda.get_device_properties(index)
     row = None if devices.INTERPRETED else devices.current(torch.device("cuda", index))
     return {
@@ -117,7 +117,7 @@ def _tables(row: devices.Device) -> list[str]:
 
 
 def runs(arch: devices.Arch) -> dict[str, str]:
-    """How an architecture runs what not all can, by what it is."""
+    """An architecture's way to run each feature that not all architectures have, by feature."""
     lacking = {dtype: "torch's reference" for dtype in ("e4m3", "e5m2")}
     fp8 = {str(dtype).removeprefix("torch.float8_").removesuffix("fn") for dtype in arch.fp8}
     as_half = any("multiplied as fp16" in lack.instead for lack in devices.lacks(arch.name))
@@ -159,7 +159,7 @@ def _targets() -> list[dict[str, Any]]:
 
 
 def _tools() -> dict[str, str | None]:
-    """What Triton needs beside itself: a C compiler and Python's headers for its launcher, and NVIDIA's assembler."""
+    """Tools that Triton needs: a C compiler and Python's headers for its launcher, and NVIDIA's assembler."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
     return {
@@ -184,7 +184,7 @@ def _ptxas() -> str | None:
 
 
 def _cache() -> dict[str, Any]:
-    """Where compiled kernels are kept."""
+    """The folder of compiled kernels."""
     from triton import knobs
 
     path = Path(knobs.cache.dir)

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-#: How kernels run, in words.
+#: The ways in which kernels run, in words.
 _WAYS = {
     "compiled": "compiled for the GPU",
     "interpreted": "interpreted on the CPU",

@@ -58,7 +58,7 @@ def _trial(device: torch.device, kind: torch.dtype | str) -> Trial:
 
 
 def _compare(device: torch.device, kind: torch.dtype | str) -> tuple[str, float, float]:
-    """What ran, its error, and how large that may be."""
+    """The product that ran, its error, and the largest allowed error."""
     generator = torch.Generator().manual_seed(0)
     if isinstance(kind, str):
         a = torch.randn(_M, _EVEN_K, generator=generator).to(device, torch.bfloat16)

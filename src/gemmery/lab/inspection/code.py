@@ -79,7 +79,7 @@ class Loop:
         code: that it is a part of.
         blocks: numbers of its basic blocks.
         always: those of them that every pass goes through.
-        body: its instructions in every pass, by address; with them those behind a branch that use the tensor cores,
+        body: its instructions in every pass, by address; including those after a branch that use the tensor cores,
             which a few threads may do for all.
         aside: its other instructions: what is skipped in most passes, and where it waits for longer.
     """
@@ -188,7 +188,7 @@ class Code:
     def loops(self) -> list[Loop]:
         """Its natural loops (Aho et al., Compilers, 9.6), those with the same head as one.
 
-        A branch to a smaller address is not enough: code that is seldom run lies behind the kernel's end and branches
+        A branch to a smaller address is not enough: code that seldom runs is placed after the kernel's end and branches
         back.
         """
         latches: dict[int, set[int]] = {}

@@ -38,7 +38,7 @@ _LINE = re.compile(r"\s+([a-z]\w+)(?:\s+(.*?))?\s*(?:;.*|//.*)?$")
 _LABEL = re.compile(r"(\.LBB\w+):")
 _SOURCE = re.compile(r"\s+\.loc\s+.*; (?:.*/)?([^/\s]+?):(\d+):\d+")
 _SHAPE = re.compile(r"_(\d+)x(\d+)x(\d+)")
-#: How much a lane moves, by the end of a mnemonic; twice that where it has two addresses.
+#: The bits that a lane moves, by the end of a mnemonic; twice that if it has two addresses.
 _WIDTH = re.compile(r"_(?:dword(x\d)?|[us]?(byte|short)|[uibf]?(8|16|32|64|96|128))(?:_d16(?:_hi)?)?$")
 _TWO = re.compile(r"ds_(read|write|load|store)_?2")
 

@@ -34,7 +34,7 @@ class Run:
 
     @property
     def note(self) -> str:
-        """What they do."""
+        """The effect of the instructions."""
         parts = [part for i in self.instructions for part in i.note.split("; ") if part]
         return "; ".join(dict.fromkeys(parts))
 
@@ -61,6 +61,6 @@ def pipeline(loop: Loop) -> list[Run]:
 
 
 def counts(instructions: Iterable[Instruction]) -> dict[str, int]:
-    """How many there are of each kind, in the order of `KINDS`; kinds without any are left out."""
+    """The number of instructions of each kind, in the order of `KINDS`; kinds without any are omitted."""
     found = Counter(i.kind for i in instructions)
     return {kind: found[kind] for kind in KINDS if found[kind]}

@@ -1,4 +1,4 @@
-"""What is found in a compiled kernel: the answer of `inspect`, as facts and as plain values."""
+"""The properties of a compiled kernel: the result of `inspect`, as facts and as plain values."""
 
 from __future__ import annotations
 

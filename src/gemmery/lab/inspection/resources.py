@@ -1,4 +1,4 @@
-"""What a compiled kernel takes of a multiprocessor, read from its machine code, so that no GPU is needed."""
+"""The resources of a multiprocessor that a compiled kernel uses, read from its machine code, without a GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .sass import run_tool
 
 @dataclass(frozen=True)
 class Usage:
-    """What one program takes.
+    """The resources of one program.
 
     Attributes:
         registers: per thread; on AMD vector registers, accumulation registers among them.
@@ -30,7 +30,7 @@ class Usage:
 
 
 def usage(compiled: Any) -> Usage:
-    """What a kernel takes that Triton has compiled.
+    """The resources of a kernel that Triton has compiled.
 
     Raises:
         OSError: the tool that reads the machine code can't be run.

@@ -1,7 +1,7 @@
 """Reads NVIDIA's machine code as `nvdisasm` writes it.
 
-What mnemonics mean is from NVIDIA's list (CUDA Binary Utilities, "Instruction Set Reference"); what a warp-wide product
-is made of from the PTX ISA, whose mma shapes they carry in their names.
+The meaning of mnemonics is from NVIDIA's list (CUDA Binary Utilities, "Instruction Set Reference"). The shapes of a
+warp-wide product are from the PTX ISA, and are parts of the mnemonics' names.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ _SHAPES = {
     "16864": (16, 8, 64), "8816": (8, 8, 16), "8832": (8, 8, 32), "168128": (16, 8, 128),
 }  # fmt: skip
 
-#: What instructions do that their names do not say. A number in a group that is waited for is put into words.
+#: The effects of instructions that their names do not show. A number in a group that is waited for is put into words.
 _NOTES = tuple(
     (re.compile(pattern), note)
     for pattern, note in (
@@ -102,7 +102,7 @@ _NOTES = tuple(
 
 
 def run_tool(name: str, cubin: bytes, *options: str) -> str:
-    """What one of the CUDA tools that Triton ships says of a cubin.
+    """The output of one of the CUDA tools that Triton ships for a cubin.
 
     Raises:
         OSError: the tool can't be run.

@@ -17,12 +17,12 @@ from .source import function_at
 if TYPE_CHECKING:
     from rich.console import Console
 
-#: What stands beside lines in which inspections differ.
+#: The mark of lines in which inspections differ.
 MARK = "≠"
 
 
 def text(found: Sequence[Inspection], *, listing: bool = False, width: int = 110) -> str:
-    """What `show` prints."""
+    """The text that `show` prints."""
     from rich.console import Console
 
     file = io.StringIO()
@@ -38,7 +38,7 @@ def show(
     Args:
         found: one, or several of which the differences are marked.
         listing: whether every instruction of the loops is printed.
-        texts: which of the compiler's texts are printed behind it.
+        texts: which of the compiler's texts are printed after it.
     """
     from rich.table import Table
 
@@ -87,7 +87,7 @@ def _rows(columns: Sequence[dict[str, str]]) -> Iterator[tuple[str, list[str]]]:
 
 
 def facts(found: Inspection) -> dict[str, str]:
-    """What a table shows of an inspection, by name."""
+    """The facts of an inspection that a table shows, by name."""
     took, room = found.usage, found.problem.device.target.shared
     spills = Counter(i.opcode for i in of_kind(found.code.instructions, "spill"))
     shown = {
@@ -153,7 +153,7 @@ def _several(found: Counter[str]) -> str:
 
 
 def _move(count: int, opcode: str, bits: int) -> str:
-    # What moves no bits a lane moves blocks: TMA, or a copy into tensor memory.
+    # An instruction that moves no bits per lane moves blocks: TMA, or a copy into tensor memory.
     return f"{count} {opcode} ({f'{bits} bits a lane' if bits else 'whole blocks'})"
 
 
@@ -185,7 +185,7 @@ def _side_by_side(console: Console, left: Inspection, right: Inspection) -> None
     if not any(columns):
         return
     _say(console, f"a pass of each loop along K, in order ({MARK}: they differ)")
-    # What is issued in between differs nearly always.
+    # The instructions in between nearly always differ.
     first, second = ([line.split("  +")[0] for line in lines] for lines in columns)
     width = max(len(line) for lines in columns for line in lines)
     for kind, a, b, c, d in difflib.SequenceMatcher(None, first, second, autojunk=False).get_opcodes():

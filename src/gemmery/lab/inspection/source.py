@@ -1,4 +1,4 @@
-"""Which device function a line of the source is in."""
+"""The device function that contains a line of the source."""
 
 from __future__ import annotations
 

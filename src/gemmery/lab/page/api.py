@@ -1,4 +1,4 @@
-"""What the page is told: everything about one product, as plain values for JSON. Needs neither a GPU nor a server."""
+"""The data of the page: everything about one product, as plain values for JSON. Needs neither a GPU nor a server."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ CANDIDATES = 5
 
 
 def product(query: Query) -> dict[str, Any]:
-    """What is predicted of a product: times, the config and why, waves, roofline, order of tiles, traffic.
+    """The predictions for a product: times, the config and its reasons, waves, roofline, tile order, traffic.
 
-    Numbers come as {"value": ..., "text": ...}: seconds, bytes, operations or bytes per second, parts of 1. Where the
-    GPU lacks the instructions, so that torch's reference runs, what depends on a config is None.
+    Numbers come as {"value": ..., "text": ...}: seconds, bytes, operations or bytes per second, parts of 1. If the GPU
+    lacks the instructions, torch's reference runs, and values that depend on a config are None.
 
     Raises:
         QueryError: the product can't be computed like this; its `field` says which choice it is about.
@@ -67,7 +67,7 @@ def product(query: Query) -> dict[str, Any]:
 
 
 def notes(query: Query, problem: Problem) -> list[str]:
-    """What happens otherwise than asked, since the GPU can't."""
+    """The differences from the request that the GPU requires."""
     asked = kind_named(query.dtype).precision
     if problem.precision != asked:
         return [f"{query.gpu} has no TF32 units: fp32 is multiplied in IEEE precision."]

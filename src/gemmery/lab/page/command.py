@@ -1,4 +1,4 @@
-"""What `gemmery lab` does: one answer, a file, or a server."""
+"""The actions of `gemmery lab`: one answer, a file, or a server."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def default_gpu() -> str:
 
 @dataclass(frozen=True)
 class Request:
-    """What the command was asked for.
+    """The request of the command.
 
     Attributes:
         choices: by the name of a control the values that were given, none for the default.
@@ -76,7 +76,7 @@ class Request:
 
 
 def answer(request: Request) -> dict[str, Any]:
-    """What the server would answer about one product."""
+    """The server's answer about one product."""
     return api.product(request.only())
 
 
@@ -106,7 +106,7 @@ def serve(request: Request, host: str, port: int, open_page: bool | None) -> Non
         print(f"The lab is at {address}\nCtrl-C ends it.", flush=True)
         if _has_desktop() if open_page is None else open_page:
             threading.Timer(0.5, webbrowser.open, [address]).start()
-        # How a user ends it; the server has closed its connections by then.
+        # Ctrl-C ends the server, which has closed its connections.
         with contextlib.suppress(KeyboardInterrupt):
             server.run(sockets=[listening])
 

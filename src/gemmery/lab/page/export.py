@@ -13,7 +13,7 @@ from .api import Query, QueryError, options, product
 
 #: Products that a file can hold; an answer takes 10 to 50 KB.
 MOST = 1000
-#: What a query names besides its sizes.
+#: The parameters of a query besides its sizes.
 CHOICES = ("gpu", "dtype", "layout", "epilogue", "weight")
 
 Shape = tuple[int, int, int]

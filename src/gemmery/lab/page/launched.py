@@ -18,7 +18,7 @@ from . import texts
 
 #: Waves that the film of the order shows, and tiles in all of them; what comes after looks like them.
 WAVES, SHOWN = 64, 4096
-#: Beyond so many tiles nothing is said about them: that would take seconds.
+#: The most tiles that the page describes; more would take seconds.
 TILES = 1 << 16
 
 
@@ -36,18 +36,18 @@ class Launch:
 
     @property
     def orders(self) -> list[tuple[str, str, int]]:
-        """What an order is called, its name in `tile_order`, and its group size: plain rows, and the config's."""
+        """The title of each order, its name in `tile_order`, and its group size: plain rows, and the config's."""
         band = schedules.of(self.config.schedule).band(self.problem, self.config)
         return [("row by row", "row", 1), (f"in groups of {band}", "grouped", band)]
 
     @functools.cached_property
     def programs(self) -> int:
-        """How many tiles are computed at once."""
+        """The number of tiles that are computed at once."""
         return tile_order.programs_at_once(self.problem, self.config)
 
     @functools.cached_property
     def traffics(self) -> list[l2.Traffic]:
-        """What each order reads from memory."""
+        """The bytes that each order reads from memory."""
         p, c = self.problem, self.config
         return [
             l2.simulate(
@@ -63,7 +63,7 @@ class Launch:
 
 
 def waves(launch: Launch) -> dict[str, Any]:
-    """How a launch falls into waves over the multiprocessors, how full each is, and what lies outside of the matrix.
+    """The waves of a launch over the multiprocessors, the occupancy of each wave, and the part outside the matrix.
 
     A wave is one unit of work, a tile or a part of one, for each multiprocessor. It takes as long as its longest
     unit, and a unit as long as it has to compute.
@@ -146,7 +146,7 @@ def _wave(tiles: np.ndarray, memory: int) -> str:
 
 
 def _order_text(launch: Launch) -> str:
-    """What the order changes, in a sentence."""
+    """The effect of the order, in a sentence."""
     (plain, own), (text, _, _) = launch.traffics, launch.orders[1]
     if launch.tiles[0] * launch.tiles[1] <= launch.programs:
         return "All tiles are computed at once, so that their order changes nothing."
@@ -161,7 +161,7 @@ def _order_text(launch: Launch) -> str:
 
 
 def traffic(launch: Launch) -> dict[str, Any]:
-    """The bytes of A and B that each level hands on, from the multiplications down to what lies in memory."""
+    """The bytes of A and B that each level passes on, from the multiplications down to memory."""
     p, found = launch.problem, launch.traffics[1]
     # Every multiplication takes an element of A and one of B.
     used = p.matrices * p.M * p.N * p.K * (found.least_a / (p.M * p.K) + found.least_b / (p.N * p.K))

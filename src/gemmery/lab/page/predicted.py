@@ -14,7 +14,7 @@ from ...problem import Config, Problem
 from ..prediction import Prediction
 from . import texts
 
-#: What the parts of a predicted time are called.
+#: The names of the parts of a predicted time.
 PART_WORDS = {
     "compute": "arithmetic", "l2": "reads from L2", "memory": "memory", "overhead": "launch, pipeline, stores",
     "reduction": "adding partial sums", "copies": "copies", "correction": "correction by measurements",
@@ -68,7 +68,7 @@ def _rate(problem: Problem, seconds: float) -> texts.Figure:
 
 
 def _basis(found: Prediction) -> str:
-    """What the times rest on, and how near such predictions come to what was measured."""
+    """The basis of the times, and the error of such predictions against measurements."""
     names = {"gemmery": "gemmery", "cublas": found.vendor}
     errors = [f"{texts.part(x)['text']} for {names[name]}" for name, x in found.expected_error.items()]
     near = f"half of such predictions are off by less than {' and '.join(errors)}" if errors else ""
@@ -97,7 +97,7 @@ def summary(found: Prediction) -> list[dict[str, str]]:
 
 
 def choice(why: Explanation, found: Prediction) -> dict[str, Any]:
-    """What was chosen over what, and why."""
+    """The chosen config, the alternatives, and the reasons."""
     return {
         "config": found.config if why.choices else None,
         "knobs": knobs(found.problem, Config.of(found.config)) if why.choices else [],

@@ -1,4 +1,4 @@
-"""What the page can be asked: the product that a query string names, checked, and all that there is to choose."""
+"""The page's queries: the product of a query string, checked, and all choices."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from ..fusions import FUSIONS
 GPUS: dict[str, Device] = {name: device for name, device in TABLE.items() if name != "interpreter"}
 #: Sizes that can be asked for. Above, no product fits a GPU's memory, and simulating its tiles takes seconds.
 MOST = 1 << 18
-#: What stands for no epilogue and for a weight that is not packed.
+#: The value for no epilogue, and for a weight that is not packed.
 NONE = "none"
-#: What may follow a product, with words for it. "bias" is that of `gemmery.linear`; the others are traced functions.
+#: The functions that may follow a product, with their descriptions. "bias" is that of `gemmery.linear`; the others are
+#: traced functions.
 EPILOGUES = {
     NONE: "none",
     "bias": "bias",
@@ -34,11 +35,11 @@ DTYPES = {
     "bf16": "bf16", "fp16": "fp16", "fp32": "fp32, IEEE", "tf32": "fp32 in TF32", "fp64": "fp64", "int8": "int8",
     "fp8": "fp8 e4m3, accurate sums", "fp8fast": "fp8 e4m3, fast sums",
 }  # fmt: skip
-#: How A and B lie in memory.
+#: The layouts of A and B.
 LAYOUT_WORDS = {
     "NT": "NT, as a Linear's weight", "NN": "NN, both row-major", "TN": "TN, A transposed", "TT": "TT, both transposed",
 }  # fmt: skip
-#: Types of activations that a packed weight goes with.
+#: Types of activations that a packed weight supports.
 PACKED_DTYPES = ("bf16", "fp16")
 
 
@@ -50,7 +51,7 @@ class QueryError(ValueError):
         self.field, self.message = field, message
 
     def asdict(self) -> dict[str, Any]:
-        """What the page is told instead of an answer."""
+        """The error that the page receives instead of an answer."""
         return {"error": {"field": self.field, "message": self.message}}
 
 
@@ -129,7 +130,7 @@ class Query:
         return asdict(self)
 
     def words(self) -> str:
-        """What is computed, besides the sizes."""
+        """The description of the product, without the sizes."""
         weight = "" if self.weight == NONE else f"weight in {self.weight}"
         epilogue = "" if self.epilogue == NONE else f"epilogue: {EPILOGUES[self.epilogue]}"
         return "; ".join(filter(None, (f"{DTYPES[self.dtype]}, {self.layout}", weight, epilogue)))
@@ -140,7 +141,7 @@ class Query:
         return GPUS[self.gpu]
 
     def problem(self) -> Problem:
-        """What gemmery would compute.
+        """The problem that gemmery would compute.
 
         Raises:
             QueryError: the epilogue or the packed weight does not go with the rest.

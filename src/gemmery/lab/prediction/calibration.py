@@ -1,4 +1,4 @@
-"""What was fitted to measurements of a GPU: the constants of the laws, and the residuals that correct them.
+"""The fit to measurements of a GPU: the constants of the laws, and the residuals that correct them.
 
 The files under data/ are written by benchmarks/fit_prediction.py.
 """
@@ -17,13 +17,13 @@ from ...devices import Device
 from .residuals import Correction, Samples
 
 DATA = Path(__file__).with_name("data")
-#: The GPU whose constants, as parts of datasheet rates, stand for those of GPUs that nobody has measured.
+#: The GPU whose constants, as parts of datasheet rates, replace those of GPUs without measurements.
 REFERENCE = "NVIDIA H200"
 #: Whose times there are.
 METHODS = ("gemmery", "cublas")
 #: Part of the measurements that lie within a prediction's interval.
 COVERAGE = 0.9
-#: What every output says of a GPU that has no file of its own under data/.
+#: The mark in every output for a GPU without a file under data/.
 NOT_MEASURED = "not measured: predicted from the data sheet"
 
 
@@ -71,7 +71,7 @@ def _correction(samples: list[list[Any]]) -> Correction:
 
 
 def path_of(gpu: str) -> Path:
-    """Where a GPU's constants are, or would be."""
+    """The path of a GPU's constants, whether they exist or not."""
     return DATA / f"{gpu.lower().replace(' ', '-')}.json"
 
 
@@ -87,5 +87,5 @@ def calibration_of(device: Device) -> tuple[Calibration, bool]:
 
 
 def mark_of(device: Device) -> str:
-    """What to say of a GPU beside all its times: `NOT_MEASURED`, or "" where measurements correct them."""
+    """The mark beside all times of a GPU: `NOT_MEASURED`, or "" if measurements correct them."""
     return "" if path_of(device.name).is_file() else NOT_MEASURED

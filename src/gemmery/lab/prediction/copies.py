@@ -1,8 +1,7 @@
-"""Copies that torch makes of matrices, before a product or behind it, and what they take.
+"""Copies that torch makes of matrices, before or after a product, and their time.
 
-`Tensor.copy_` reads a source in the order of its destination. Where the source's elements lie next to each other in
-that order, or nearly so, a copy is a stream; where each is far from the one before, each takes a sector of memory of
-its own.
+`Tensor.copy_` reads a source in the order of its destination. If the source's elements are adjacent in that order, or
+nearly so, a copy is a stream; if each is far from the one before, each takes a separate sector of memory.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ SECTOR = 32
 
 @dataclass(frozen=True)
 class Copies:
-    """What copies move.
+    """The bytes that copies move.
 
     Attributes:
         straight: bytes of copies that are streams, read and written.
@@ -57,7 +56,7 @@ class Copies:
 
 
 def seconds(parts: Mapping[str, Any], c: Mapping[str, float]) -> Any:
-    """What copies take, given their parts, as numbers or arrays, and the constants of a GPU."""
+    """The time of copies, from their parts, as numbers or arrays, and the constants of a GPU."""
     return (
         parts["copies_straight"] / c["copy_straight"]
         + parts["copies_turned"] / c["copy_turned"]

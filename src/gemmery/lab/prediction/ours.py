@@ -30,7 +30,7 @@ from .copies import SECTOR, Copies
 #: Bytes of the widest load.
 WIDE = 16
 
-#: What constants are before they are fitted; bandwidths as parts of the datasheet's, times in seconds.
+#: The constants before the fit; bandwidths as parts of the datasheet's, times in seconds.
 #:
 #: turned_a, fma, fma_turned: how many times as long the tensor cores, or what stands for them, take where A is loaded
 #:     by pointers across K, for fp32 in FMA, and for that with a B that lies across N.
@@ -52,7 +52,7 @@ GIVEN = ("warm",)
 
 @dataclass(frozen=True)
 class Launch:
-    """What gemmery runs for a problem.
+    """gemmery's launch for a problem.
 
     Attributes:
         product: the problem, on copies of matrices that are slow to read.
@@ -93,7 +93,7 @@ def fits(problem: Problem, config: Config) -> bool:
 
 
 def launch(problem: Problem, config: Config | None = None, copied: bool | None = None) -> Launch | None:
-    """What gemmery runs for a problem; None where the torch reference does.
+    """gemmery's launch for a problem; None if the torch reference runs.
 
     Args:
         config: a given config, instead of the one that is chosen.
@@ -130,7 +130,7 @@ def _tiles(family: str, kind: str) -> dict[Config, Tile]:
 
 
 def cost_of(problem: Problem, config: Config) -> Cost:
-    """What the selector's model says of one config, uncorrected by measurements.
+    """The cost of a config by the selector's model, not corrected by measurements.
 
     Raises:
         ValueError: the config is not in the space of the problem's kind.
@@ -143,7 +143,7 @@ def cost_of(problem: Problem, config: Config) -> Cost:
 
 
 def parts(launched: Launch) -> dict[str, float]:
-    """What the law `seconds` is about, as numbers; most are seconds at the datasheet's rates."""
+    """The terms of the law `seconds`, as numbers; most are seconds at the datasheet's rates."""
     p, c = launched.product, launched.config
     schedule = schedules.of(c.schedule)
     cost, device = cost_of(p, c), p.device
@@ -219,7 +219,8 @@ def _law(parts: Mapping[str, Any], c: Mapping[str, float]) -> dict[str, Any]:
     compute = parts["compute"] * slower
     l2 = parts["l2"] * np.where(parts["straddles"], c["straddle"], 1.0)
     memory = parts["memory"]
-    # What is not memory in the selector's model: the larger of the two, and what a tail of small tiles adds.
+    # The time other than memory's in the selector's model: the larger of the two, and the time that a tail of small
+    # tiles adds.
     busy = np.maximum(parts["body"] ** OVERLAP - memory**OVERLAP, 0.0) ** (1 / OVERLAP)
     busy = np.maximum.reduce([busy, compute, l2, parts["loads"] / c["loads"]])
     body = (busy**OVERLAP + memory**OVERLAP) ** (1 / OVERLAP)

@@ -16,7 +16,7 @@ from .residuals import Samples
 
 #: The parts of a time that grow with the product; the others are what it costs besides.
 BINDING = ("compute", "l2", "memory")
-#: What a kernel waits for, in words.
+#: The bounds of a kernel, in words.
 BOUND_WORDS = {
     "compute": "bound by arithmetic", "l2": "bound by reads from L2", "memory": "bound by memory",
     "overhead": "mostly overhead",
@@ -105,7 +105,7 @@ class Prediction:
 
     @property
     def binding(self) -> str:
-        """What gemmery's kernel waits for, and the data sheet's limit if it differs; "" if there is no kernel."""
+        """The bound of gemmery's kernel, and the data sheet's limit if it differs; "" if there is no kernel."""
         if not self.bound:
             return ""
         said = BOUND_WORDS[self.bound]

@@ -20,7 +20,7 @@ from .. import results
 from ..abstract import of_row
 from ..suites import RANDOM, Row
 
-#: What the vendor's BLAS is called among the peers of the bench.
+#: The name of the vendor's BLAS among the peers of the bench.
 CUBLAS = "cublas"
 
 
@@ -53,12 +53,12 @@ class Recorded:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """What is held out together."""
+        """The key of rows that are held out together."""
         return self.row.M, self.row.N, self.row.K
 
 
 def folder() -> Path | None:
-    """benchmarks/results of the repository that this package lies in; None where it is installed elsewhere."""
+    """benchmarks/results of the repository that contains this package; None if it is installed elsewhere."""
     found = Path(__file__).resolve().parents[4] / "benchmarks" / "results"
     return found if found.is_dir() else None
 

@@ -1,4 +1,4 @@
-"""What a law of time gets wrong, learnt from measurements: a Gaussian process over what makes products alike.
+"""The residuals of a law of time, learned from measurements: a Gaussian process over the features of products.
 
 The residual of a law, the logarithm of measured over predicted time, is taken to be the sum of what products of a kind
 have in common, of what products with the same words have in common, and of a smooth function of sizes and knobs, which
@@ -19,7 +19,7 @@ Floats = np.ndarray
 
 @dataclass(frozen=True)
 class Prior:
-    """What is taken for granted of residuals before any is known; they are logarithms, so that 0.1 is about 10 %.
+    """The prior of residuals. They are logarithms, so 0.1 is about 10 %.
 
     Attributes:
         kind: how far a kind's products are off together.

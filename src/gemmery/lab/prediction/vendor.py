@@ -1,7 +1,7 @@
 """The vendor's BLAS as torch calls it: which kernels are launched for a product, and a law of their time.
 
-torch hands matrices to the BLAS as they lie where the BLAS can take them, and copies them where it can't (as in
-aten/src/ATen/native/LinearAlgebra.cpp and cuda/Blas.cpp); what comes behind a product is a kernel for each operator.
+torch passes matrices to the BLAS without a copy if the BLAS supports their layout, and copies them if not (as in
+aten/src/ATen/native/LinearAlgebra.cpp and cuda/Blas.cpp); each operator after a product is a kernel.
 The product is modelled like ours: waves of tiles, of those sizes that the names of cuBLAS's kernels tell, of which the
 quickest is taken.
 """
@@ -46,7 +46,7 @@ KINDS: dict[str, float] = {
 }  # fmt: skip
 #: Of these, those that are no kernels of the BLAS's, and start otherwise.
 FOREIGN = ("fp8 row", "fp8 fast row", "fp8 block")
-#: What constants are before they are fitted; rates and bandwidths as parts of the datasheet's, times in seconds.
+#: The constants before the fit; rates and bandwidths as parts of the datasheet's, times in seconds.
 #:
 #: rate KIND: what a long product reaches in the largest tile; small: how much less smaller tiles do.
 #: intake: of what a multiprocessor takes in from L2; loads4, loads2: the same where rows begin at multiples of 4 or 8
@@ -70,14 +70,14 @@ GIVEN = ("warm",)
 
 @dataclass(frozen=True)
 class Route:
-    """What torch launches for a problem.
+    """torch's launches for a problem.
 
     Attributes:
         problem: the product.
         kind: of `KINDS`.
         copies: of matrices that the BLAS can't take.
         copied: their names, "a", "b" and "out".
-        kernels: elementwise kernels behind the product, and the bytes that these read and write.
+        kernels: elementwise kernels after the product, and the bytes that these read and write.
         alignment: bytes at which the rows of a, b and out begin, at most 16.
     """
 
@@ -94,7 +94,7 @@ class Route:
 
 
 def route(problem: Problem) -> Route | None:
-    """What torch launches for a problem; None where it has no such product."""
+    """torch's launches for a problem; None if torch has no such product."""
     unpacked = problem.b.is_encoded
     problem = _as_given(problem)
     if not _exists(problem):
@@ -113,7 +113,9 @@ def route(problem: Problem) -> Route | None:
 
 
 def _as_given(problem: Problem) -> Problem:
-    """What torch is given: a sparse weight as a dense one and, of scales of 32 columns, the numbers in bf16."""
+    """The problem that torch receives: a sparse weight as a dense one, and operands with scales of 32 columns in
+    bf16.
+    """
     p = problem
     if p.b.is_sparse:
         return replace(p, b=Dense(p.b.dtype, (), 1, p.K, True))
@@ -223,7 +225,7 @@ def _behind(problem: Problem, unpacked: bool) -> tuple[int, int]:
 
 
 def parts(found: Route) -> dict[str, Any]:
-    """What the law `seconds` is about, as numbers and arrays over tiles; seconds at the datasheet's rates."""
+    """The terms of the law `seconds`, as numbers and arrays over tiles; seconds at the datasheet's rates."""
     p, device = found.problem, found.problem.device
     precision = p.precision if p.precision == "tf32" else "ieee"
     item = p.a.dtype.itemsize
