@@ -1,4 +1,4 @@
-"""The plain values handed from stage to stage: what is to be computed, and the knobs of how.
+"""The plain values that stages pass on: the product, and the knobs of its computation.
 
 A `Problem` holds everything that decides which code runs and nothing else, so that it can be the key of every cache.
 It is made from tensors' shapes and strides by `layout` and never sees data.
@@ -23,7 +23,7 @@ class Fusion(Traced):
     """A traced epilogue; its operands are over (batch, M, columns).
 
     Attributes:
-        paired: whether the columns of the product come in two halves, which lie in one tile, so that the output has
+        paired: whether the columns of the product are two halves in one tile, so that the output has
             half as many.
         reduces: whether it leaves parts of reduced rows.
         stores: whether the kernel stores a result of it, or it stores all itself.
@@ -153,7 +153,7 @@ class Problem:
         """The number of rows of tiles of this height, in all matrices; for groups of rows, the largest possible one."""
         if self.ragged != "rows":
             return self.matrices * -(-self.M // block_m)
-        # Each group may have a tile that is not full, and so may the rows behind the last one.
+        # Each group may have a tile that is not full, and so may the rows after the last one.
         groups = min(self.matrices + 1, self.M)
         return (self.M + groups * (block_m - 1)) // block_m
 

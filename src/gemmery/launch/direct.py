@@ -125,7 +125,7 @@ class Arguments:
     Attributes:
         values: all arguments, with None where an address or a tensor map belongs.
         addresses: (position, source) of each pointer; sources are counted as the launch's tensors are, the workspace's
-            behind them.
+            after them.
         maps: (position, source, maps) of each tensor map.
         tuples: (position, elements, ((index, source), ...)) of each tuple with pointers in it.
     """

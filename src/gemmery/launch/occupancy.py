@@ -13,7 +13,7 @@ from ..devices import Arch
 
 #: Columns of Blackwell's tensor memory in a multiprocessor.
 _TENSOR_MEMORY = 512
-#: Shared memory is given out in units of so many bytes.
+#: The unit, in bytes, in which shared memory is allocated.
 _UNIT = 128
 
 

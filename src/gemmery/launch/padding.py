@@ -31,7 +31,7 @@ class Copy:
         sizes, strides: of the matrix as it is, in elements; a broadcast batch is copied once.
         shape: of the memory of the copy.
         transposed: whether a column's elements are adjacent in the copy and not a row's.
-        operand: how the copy lies in memory.
+        operand: the layout of the copy.
     """
 
     sizes: tuple[int, ...]

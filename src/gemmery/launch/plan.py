@@ -1,4 +1,4 @@
-"""Plans: a Problem, the Config that was chosen for it, and the compiled kernel, ready to be called."""
+"""Plans: a Problem, the Config that was chosen for it, and the compiled kernel, ready for calls."""
 
 from __future__ import annotations
 

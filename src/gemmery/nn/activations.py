@@ -39,7 +39,7 @@ class Activation:
     gated: Epilogue[..., Tensor]
     alone_with_gradient: Differentiable = field(repr=False)
     gated_with_gradient: Differentiable = field(repr=False)
-    #: What `activation` makes it of again, in another process or for a copy.
+    #: The argument from which `activation` recreates it, in another process or for a copy.
     source: Any = field(repr=False)
 
     def __call__(self, x: Tensor) -> Tensor:

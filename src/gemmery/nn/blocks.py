@@ -45,12 +45,12 @@ class FusedGatedMLP(nn.Module):
         return gated_block(self.gate_proj, self.up_proj, self.down_proj, self.activation, self.act_fn, x)
 
     def fused_product(self) -> FusedProduct | None:
-        """What runs in the place of `gate_proj` and `up_proj`, or None."""
+        """The product that replaces `gate_proj` and `up_proj`, or None."""
         names = ("gate_proj", "up_proj")
         return gated_product(names, self.gate_proj, self.up_proj, self.activation, self.act_fn)
 
     def extra_repr(self) -> str:
-        """What it was, and the activation's name."""
+        """The class that it replaces, and the activation's name."""
         return f"{self.original}, activation={self.activation.name}"
 
 
@@ -94,7 +94,7 @@ class PackedGatedMLP(nn.Module):
         return stacked_block(self.gate_up_proj, self.down_proj, self.activation, self.act_fn, x)
 
     def extra_repr(self) -> str:
-        """What it was, and the activation's name."""
+        """The class that it replaces, and the activation's name."""
         return f"{self.original}, activation={self.activation.name}"
 
     def halves(self) -> dict[str, QuantizedLinear]:
@@ -167,11 +167,11 @@ class FusedIntermediate(nn.Module):
         return activated(self.dense, self.activation, self.intermediate_act_fn, hidden_states)
 
     def fused_product(self) -> FusedProduct | None:
-        """What runs in the place of `dense`, or None."""
+        """The product that replaces `dense`, or None."""
         return activated_product("dense", self.dense, self.activation, self.intermediate_act_fn)
 
     def extra_repr(self) -> str:
-        """What it was, and the activation's name."""
+        """The class that it replaces, and the activation's name."""
         return f"{self.original}, activation={self.activation.name}"
 
 

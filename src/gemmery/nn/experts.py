@@ -163,7 +163,7 @@ class Experts(nn.Module):
 
     @property
     def epilogue(self) -> Epilogue[..., Tensor]:
-        """What happens to the first product in its kernel."""
+        """The epilogue of the first product."""
         act = self.activation
         if isinstance(act, Activation):
             return act.gated if self.gated else act.alone
@@ -243,7 +243,7 @@ def _resolve(given: ExpertActivation) -> Activation | Epilogue[..., Tensor]:
 
 
 def _parameter(value: Tensor | None) -> nn.Parameter | None:
-    # One that is a parameter already may be shared.
+    # An existing parameter may be shared.
     if value is None or isinstance(value, nn.Parameter):
         return value
     return nn.Parameter(value, requires_grad=False)

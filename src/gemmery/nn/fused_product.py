@@ -1,4 +1,4 @@
-"""Which product with an epilogue a block runs in the place of its first layers: for those who compile it ahead."""
+"""The product with an epilogue that replaces the first layers of a block: for compilation in advance."""
 
 from __future__ import annotations
 

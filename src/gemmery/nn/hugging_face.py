@@ -1,8 +1,8 @@
 """Experts of Hugging Face's transformers by gemmery: as an implementation that a model is set to, and swapped.
 
 transformers decorates classes of experts with `use_experts_implementation`, which says by flags what they are, and asks
-a table of functions for the one that computes them. Here is one for that table. It is imported by nobody: transformers
-comes in when `register_experts` is called.
+a table of functions for the one that computes them. Here is one for that table. No other module imports it:
+`register_experts` imports transformers.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def register_experts() -> None:
 def experts_forward(
     self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """What computes a module of experts, in the words of transformers.
+    """The forward pass of a module of experts, with transformers' arguments.
 
     Args:
         self: a module whose class has `use_experts_implementation`.
@@ -121,7 +121,7 @@ class FusedExperts(nn.Module):
         return made
 
     def extra_repr(self) -> str:
-        """What it was, and its number of experts."""
+        """The class that it replaces, and its number of experts."""
         return f"{self.original}, num_experts={_weight(self, 'down_proj').shape[0]}"
 
 
@@ -182,7 +182,7 @@ def _is_default(apply: Any) -> bool:
 
 
 def _activation(module: nn.Module) -> Epilogue[..., Tensor] | Unfused:
-    """What happens between the products: in the first one's kernel, if it can."""
+    """The activation between the products: in the first one's kernel, if possible."""
     found = fusible(module)
     if found is not None:
         return found

@@ -72,7 +72,7 @@ class Linear(nn.Linear):
         return layer
 
 
-#: Where a module keeps the hooks that run when it is called.
+#: The attributes with the hooks that run when a module is called.
 _CALL_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -96,7 +96,7 @@ def is_untouched(module: nn.Module) -> bool:
 
 
 def own_code(module: nn.Module) -> str | None:
-    """What a module does when it is called besides its class's forward, in words; None if nothing."""
+    """The code of a module's call besides its class's forward, in words; None if there is none."""
     if "forward" in module.__dict__:
         return "its forward was replaced"
     if module.__dict__.get("_compiled_call_impl") is not None:

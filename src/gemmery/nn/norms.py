@@ -54,7 +54,7 @@ class FusedRMSNorm(nn.Module):
         return functional.rms_norm(hidden_states, weight.shape, weight, eps).to(hidden_states.dtype)
 
     def extra_repr(self) -> str:
-        """What it was, its size and its epsilon."""
+        """The class that it replaces, its size and its epsilon."""
         return f"{self.original}, {tuple(self.weight.shape)}, eps={self.variance_epsilon}"
 
 

@@ -1,4 +1,4 @@
-"""What linear layers with a packed weight have in common: one that is quantised, and one that is pruned."""
+"""The base of linear layers with a packed weight, quantized or pruned."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class PackedLinear(nn.Module):
         return self.product(input)
 
     def product(self, input: Tensor, epilogue: Epilogue[..., Tensor] | None = None) -> Tensor:
-        """What `forward` gives, or an epilogue of it that runs in the same kernel; hooks do not run.
+        """The result of `forward`, or an epilogue of it that runs in the same kernel; hooks do not run.
 
         Args:
             input: (..., in_features).
@@ -91,7 +91,7 @@ class PackedLinear(nn.Module):
         return (output if x.dim() > 1 else output.squeeze(0)).to(input.dtype)
 
     def described(self) -> str:
-        """What the weight is, for the layer's `repr`."""
+        """The description of the weight, for the layer's `repr`."""
         weight = self.weight
         assert isinstance(weight, PackedWeight)
         return weight.form

@@ -95,7 +95,7 @@ class StackedLinear(QuantizedLinear):
         return *versions, torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
     def rows(self, index: int) -> slice:
-        """Where the rows of a layer are."""
+        """The rows of a layer in the merged weight."""
         begin = sum(self.sizes[:index])
         return slice(begin, begin + self.sizes[index])
 

@@ -35,7 +35,7 @@ def matches(path: str, pattern: str) -> bool:
 
 @dataclass(frozen=True)
 class Packing:
-    """How weights become packed ones.
+    """The way in which weights are packed.
 
     Attributes:
         caller: the function's name, for errors.
@@ -76,7 +76,7 @@ def replace(model: nn.Module, packing: Packing) -> Swapped:
 
 
 def planned(model: nn.Module, packing: Packing) -> Swapped:
-    """What `replace` would do, with all that takes the layers' places; the model is not changed."""
+    """The plan of `replace`, with all replacements; the model is not changed."""
     walk = _Walk(packing, tuple(packing.skip), _owners(model))
     if is_layer(model):
         walk.report.left.append(("", "it is not inside a module, so it can't be replaced"))
@@ -96,13 +96,13 @@ def planned(model: nn.Module, packing: Packing) -> Swapped:
 
 
 def packed(module: nn.Module, packing: Packing) -> PackedLinear | Experts | str:
-    """What takes the place of one layer or module of experts, or why nothing does."""
+    """The replacement of one layer or module of experts, or why there is none."""
     return _Walk(packing, (), {}).replacement(module)
 
 
 @dataclass
 class _Walk:
-    """One pass over a model, which notes what is to be replaced and changes nothing.
+    """One pass over a model, which records the replacements and changes nothing.
 
     Attributes:
         owners: names of modules that are no linear layers, by the ids of their own parameters.
@@ -147,7 +147,7 @@ class _Walk:
                 self.report._slots.append(Slot(path, model.get_submodule(prefix), name, block, after))
 
     def stacked(self, block: FusedGatedMLP) -> PackedGatedMLP | None:
-        """What takes the place of a fused block; None where its layers are replaced one by one, or not at all."""
+        """The replacement of a fused block; None if its layers are replaced one by one, or not at all."""
         layers = {
             name: self.made.get(id(child)) or child
             for name, child in block._modules.items()
@@ -159,7 +159,7 @@ class _Walk:
         after = PackedGatedMLP(block, layers, block.activation)
         slots = self.report._slots
         slots[:] = [slot for slot in slots if slot.parent is not block]
-        # What was packed for these alone is not needed any more.
+        # Weights that were packed only for these are not needed any more.
         kept = {id(slot.before) for slot in slots}
         for name in PackedGatedMLP.HALVES:
             layer = block._modules[name]
@@ -184,7 +184,7 @@ class _Walk:
                 self.report._project(module, path, layers)
 
     def reason(self, layer: nn.Module, path: str) -> str | None:
-        """Why a layer is not to be packed; None if it is."""
+        """The reason not to pack a layer; None to pack it."""
         if isinstance(layer, PackedLinear):
             return f"it is {layer.KIND.state} already"
         if isinstance(layer, Experts):
@@ -206,12 +206,12 @@ class _Walk:
         return reason or self.owned(layer)
 
     def owned(self, layer: nn.Module) -> str | None:
-        """Whose weight a layer has that would go on with the plain one; None if nobody's."""
+        """The layer that shares the weight and would keep the plain one; None if there is none."""
         owner = self.owners.get(id(layer.weight))
         return None if owner is None else f"its weight is shared with {owner}"
 
     def replacement(self, layer: nn.Module) -> PackedLinear | Experts | str:
-        """What takes a layer's place, or why nothing does."""
+        """The replacement of a layer, or why there is none."""
         if is_experts(layer):
             return self.experts(layer)
         if id(layer.weight) not in self.weights:
@@ -234,7 +234,7 @@ class _Walk:
         return self.how.pack(weight.t().contiguous() if transposed.resembles(layer) else weight)
 
     def experts(self, module: nn.Module) -> Experts | str:
-        """What takes the place of experts, or why nothing does."""
+        """The replacement of experts, or why there is none."""
         found = module if isinstance(module, Experts) else hugging_face.stacked(module)
         if isinstance(found, str):
             return found

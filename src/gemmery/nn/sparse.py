@@ -20,7 +20,7 @@ from ..product.seen import autocast_dtype
 from .linear import inherit
 from .packed import PackedLinear, check_linear
 
-#: How `SparseLinear` chooses what is kept.
+#: The methods by which `SparseLinear` chooses the kept numbers.
 PruningMethod = Literal["magnitude", "transposable"]
 
 
@@ -120,7 +120,7 @@ class SparseLinear(nn.Linear):
     method: PruningMethod
     decay: float = 0.0
     batch_invariant: bool = False
-    #: What was pruned last; no part of copies.
+    #: The last pruned weight; not copied.
     _last: _Pruned | None = None
 
     def __init__(
@@ -268,7 +268,7 @@ def _check(in_features: int, out_features: int, method: str, decay: float) -> No
 
 @dataclass(frozen=True, eq=False)
 class _Pruned:
-    """What a weight was pruned to, and which weight that was.
+    """A pruned weight, and the dense weight that it is from.
 
     Attributes:
         weight, address, version, method: of the dense weight, and how it was pruned; the version is None where
@@ -307,7 +307,7 @@ class _Pruned:
 
 
 def _version(weight: Tensor) -> int | None:
-    """How often a weight was written to; None for one that does not count, as those of inference mode."""
+    """The number of writes to a weight; None for a weight without a counter, as in inference mode."""
     return None if weight.is_inference() or has_no_values(weight) else weight._version
 
 
@@ -319,7 +319,7 @@ def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
 
 
 class _Product(torch.autograd.Function):
-    """`x @ pruned.T + bias`; what is said to be the gradient of the dense weight is that of the pruned one."""
+    """`x @ pruned.T + bias`; the gradient of the pruned weight is used as that of the dense weight."""
 
     @staticmethod
     def forward(

@@ -24,12 +24,12 @@ from .quantized import QuantizedLinear
 from .sparse import SparseLinear
 from .transposed import TransposedLinear
 
-#: What has been swapped before and is whole in itself.
+#: Modules that are the result of an earlier swap.
 _OURS = (
     Experts, FusedExperts, FusedGatedMLP, FusedIntermediate, FusedRMSNorm, PackedGatedMLP, PackedLinear, SparseLinear,
     TransposedLinear,
 )  # fmt: skip
-#: How many names of one kind a summary spells out.
+#: The most names of one kind in a summary.
 _NAMED = 3
 
 
@@ -168,9 +168,9 @@ class Swapped:
         return whole
 
 
-#: What torch keeps for every module: parameters, buffers, hooks, the training flag. Children apart.
+#: The state of every module of torch: parameters, buffers, hooks, the training flag. Children apart.
 _STATE = tuple(name for name in nn.Module().__dict__ if name != "_modules")
-#: What of this a layer takes over that has another weight: the training flag and the hooks.
+#: The part of the state that a layer with another weight takes over: the training flag and the hooks.
 _CALLING = tuple(
     name for name in _STATE if not name.startswith(("_parameters", "_buffers", "_non_persistent"))
 )
@@ -195,7 +195,7 @@ def _restore(before: nn.Module, after: nn.Module) -> None:
 
 
 def _restore_halves(before: nn.Module, after: PackedGatedMLP) -> None:
-    """Give gate and up the flag and the biases that their one layer has by now."""
+    """Give gate and up the flag and the biases of their merged layer."""
     for name, half in after.halves().items():
         layer = before._modules[name]
         assert layer is not None
@@ -293,7 +293,7 @@ def swap(
 
 @dataclass
 class _Walk:
-    """One pass over a model, which notes what is to be replaced and changes nothing.
+    """One pass over a model, which records the replacements and changes nothing.
 
     Attributes:
         keeps_float32: whether layers with float32 weights stay torch's.
@@ -493,7 +493,7 @@ def why_not(module: nn.Module) -> str | None:
 
 
 def changed(module: nn.Module) -> str | None:
-    """What a linear layer of this very class has that a replacement would lose; None if nothing."""
+    """The properties of a linear layer of exactly this class that a replacement would lose; None if there are none."""
     if is_sharded([x for x in module._parameters.values() if x is not None]):
         return "its parameters are DTensors; call this before the model is sharded"
     code = own_code(module)

@@ -56,7 +56,8 @@ NAME = "gemmery"
 
 
 class GemmeryConfig(QuantizationConfigMixin):  # type: ignore[misc]  # transformers has no types
-    """How `from_pretrained` quantizes a model's linear layers and experts, and how a saved model was quantized.
+    """The settings by which `from_pretrained` quantizes linear layers and experts, or by which a saved model was
+    quantized.
 
     `from_pretrained(..., quantization_config=GemmeryConfig(...))` quantizes each weight as it is read, as
     `gemmery.nn.quantize` does: the layers become `gemmery.nn.QuantizedLinear` and `gemmery.nn.Experts`. To load a saved
@@ -178,7 +179,7 @@ class GemmeryQuantizer(HfQuantizer):  # type: ignore[misc]  # transformers has n
         self.packing: Packing | None = None
         #: Plain modules on meta by their path: what `dequantize` fills again.
         self.originals: dict[str, nn.Module] = {}
-        #: What is to be quantised once all of its parameters are there.
+        #: Modules that are quantized once all of their parameters are loaded.
         self.waiting: dict[str, Slot] = {}
         #: Of files: the texts of packed weights by their names.
         self.texts: dict[str, Mapping[str, str]] = {}
@@ -335,7 +336,7 @@ class GemmeryQuantizer(HfQuantizer):  # type: ignore[misc]  # transformers has n
             _give_back()
 
     def _process_model_after_weight_loading(self, model: Any, **options: Any) -> Any:
-        # What a checkpoint does not have, transformers has initialised by now.
+        # transformers has initialized the parameters that the checkpoint lacks.
         for path in list(self.waiting):
             if path in self.waiting:
                 self.take(path)
@@ -461,7 +462,7 @@ class _Read(ConversionOps):  # type: ignore[misc]
     """Makes a packed weight of the tensors in files."""
 
     def __init__(self, quantizer: GemmeryQuantizer) -> None:
-        # By this name transformers knows that tensors are to be left in their types.
+        # transformers reads this name, and then keeps the types of tensors.
         self.hf_quantizer = quantizer
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Read:

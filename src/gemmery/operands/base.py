@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How one matrix (or batch of them) lies in memory; strides in elements.
+    """The layout of one matrix (or batch of them) in memory; strides in elements.
 
     Attributes:
         dtype: element type.
@@ -158,7 +158,7 @@ class Spec(Layout):
 
     @property
     def staged(self) -> Stage | None:
-        """How stages of `schedules.any_width` hold a weight in its stored form, without `Stage.of_halves`.
+        """The layout of a weight in its stored form in stages of `schedules.any_width`, without `Stage.of_halves`.
 
         None if they cannot, and for plain matrices.
         """
@@ -279,7 +279,7 @@ class Spec(Layout):
         return epilogue
 
     def of_partial_sum(self, problem: Problem, epilogue: Any, reads_ahead: bool) -> Any:
-        """An epilogue's device function for the sum over this operand's columns, to which more is to be added.
+        """An epilogue's device function for the sum over this operand's columns, to which another sum is added.
 
         Args:
             reads_ahead: whether it is given (args, block), see `kernels.epilogues`.
@@ -363,7 +363,7 @@ class Operand:
 
     @property
     def outer_place(self) -> int:
-        """Where that is among `values`."""
+        """The place of it among `values`."""
         raise NotImplementedError
 
     def without_outer(self) -> Operand:
@@ -389,7 +389,7 @@ class Operand:
 
     @property
     def number_places(self) -> tuple[int, ...]:
-        """Where the numbers that a launch is given for it are among `values`."""
+        """The places among `values` of the numbers that a launch receives for it."""
         return ()
 
     @property
@@ -542,7 +542,9 @@ class Operand:
         return self.sizes
 
     def grain(self, axis: str) -> int:
-        """Each part of a sharded operand has a multiple of so many rows or columns; 0 if parts may differ in size."""
+        """Each part of a sharded operand has a multiple of this number of rows or columns; 0 if parts may differ in
+        size.
+        """
         return 0
 
     def mapped(self, dims: Sequence[int | None], rank: int, size: int, everywhere: bool) -> Operand:
@@ -691,7 +693,7 @@ class Access:
         return other
 
     def given(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
-        """Arguments of the other operand's loader, behind all of its own arguments."""
+        """Arguments of the other operand's loader, after all of its own arguments."""
         return ()
 
     def group_of(self) -> Any:
@@ -703,7 +705,7 @@ class Access:
         return ()
 
     def scattered(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
-        """The argument of the store behind its strides, with the places of the result's rows; () if they stay."""
+        """The argument of the store after its strides, with the places of the result's rows; () if they do not move."""
         return ()
 
 

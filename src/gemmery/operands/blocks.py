@@ -41,7 +41,7 @@ def located(load: Any, strides: int, at: Any, has_table: bool, has_batch: bool) 
     Args:
         load: loads them there.
         strides: how many it takes.
-        at: finds their places, with a table if one comes behind the strides.
+        at: finds their places, with a table if one follows the strides.
         has_batch: whether `load` loads from a batch, as the product has one.
     """
     text = _LOADER.format(

@@ -87,7 +87,7 @@ class DenseOperand(Operand):
 
     @property
     def number_places(self) -> tuple[int, ...]:
-        """Where the prologue's numbers are among `values`."""
+        """The places of the prologue's numbers among `values`."""
         traced = self._traced
         return () if traced is None else tuple([1 + i for i in traced.numbers])
 
@@ -158,7 +158,7 @@ def gradient_of(b: Tensor, a: Tensor, grad: Tensor, multiply: Multiply) -> Tenso
 
 
 def leading(x: Tensor, dim: int | None, rank: int, size: int, everywhere: bool = False) -> Tensor:
-    """A tensor whose mapped dimension comes first, with ones behind it so that it broadcasts with `rank` dimensions.
+    """A tensor whose mapped dimension comes first, followed by ones so that it broadcasts with `rank` dimensions.
 
     Args:
         everywhere: whether a tensor that is not mapped gets that dimension, too.
@@ -205,7 +205,7 @@ class DenseAccess(Access):
 
     @property
     def taken(self) -> int:
-        """The count of what its loader takes as `strides`, with the arguments behind them."""
+        """The number of its loader's `strides`, including the arguments after them."""
         own = len(self.strides) + self.gathers
         return own + (4 * len(self.prologue.operands) + self.prologue.numbers if self.prologue else 0)
 

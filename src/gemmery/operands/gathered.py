@@ -69,7 +69,7 @@ class GatheredOperand(Operand):
         return [(name, self.source), ("gather", self.numbers)]
 
     def in_torch(self) -> Tensor:
-        # Numbers behind the last group need not be valid, and their rows are not used.
+        # Numbers after the last group need not be valid, and their rows are not used.
         rows = self.source.shape[0]
         if rows == 0:
             return self.source.new_zeros(self.numbers.shape[0], self.source.shape[1])

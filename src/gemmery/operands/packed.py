@@ -43,7 +43,7 @@ class Packed(Spec):
         group: rows of B, along K, that share a scale; 0 where none do.
         shifts: what comes with the scales: "zeros", "offsets" or "" for nothing.
         wide: whether scales are fp32, rather than of A's type.
-        matrices: the number of matrices, which lie one behind the other in memory.
+        matrices: the number of matrices, which are contiguous in memory.
         params: the layouts of the scales and the shifts that it has.
     """
 

@@ -1,4 +1,4 @@
-"""Groups of rows, or ranges of K, one behind the other in one matrix, each for its own matrix of a batch.
+"""Consecutive groups of rows, or ranges of K, of one matrix, each for its own matrix of a batch.
 
 Only the GPU knows where the groups end. A product of groups of rows is a product of a batch that shares its first
 operand and its result. Each row belongs to one matrix of the batch, and the place of a unit of work tells which one,
@@ -139,7 +139,7 @@ class RaggedAccess(Access):
         self.strides = inner.strides
         self.spec, self.groups = spec, problem.matrices
         self.gathers, self.scatters = spec.gathers, spec.scatters
-        # Where the ends of groups are among the tensors.
+        # The place of the groups' ends among the tensors.
         self.first = len(spec.ungrouped.layouts)
 
     def loader(self) -> Any:
@@ -170,14 +170,14 @@ class RaggedAccess(Access):
 
     @property
     def _scan(self) -> int:
-        """Groups that are looked at together: with the rows behind the last one there is one more."""
+        """Groups that are examined together: the rows after the last one are one more."""
         return min(int(triton.next_power_of_2(self.groups + 1)), SCAN)
 
     def place_args(self, tensors: Sequence[Tensor], numbers: Sequence[float]) -> tuple[Any, ...]:
         return tensors[self.first], self.groups
 
     def scattered(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
-        """What a store takes behind its strides: the numbers of the result's rows, if it needs them."""
+        """The arguments of a store after its strides: the numbers of the result's rows, if it needs them."""
         return (tensors[-1],) if self.spec.scatters else ()
 
 
@@ -249,7 +249,7 @@ class RaggedOperand(Operand):
         return self.matrix.shape[-2]
 
     def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """See `Operand.shape_of`: groups of rows lie in one matrix."""
+        """See `Operand.shape_of`: groups of rows are in one matrix."""
         return shape if self.axis == "k" else shape[-2:]
 
     def named(self, name: str) -> list[tuple[str, Tensor]]:
@@ -307,7 +307,7 @@ class RaggedOperand(Operand):
         return torch.cat([*groups, x.new_zeros((x.shape[0] - ends[-1], right.shape[-1]), dtype=dtype)])
 
     def sources(self) -> Tensor:
-        """(R,), `gather` for rows of groups, and 0 for those behind them, where `gather` need not be defined."""
+        """(R,), `gather` for rows of groups, and 0 for those after them, where `gather` need not be defined."""
         assert self.gather is not None
         return self.gather.long().masked_fill(self.behind().squeeze(-1), 0)
 
@@ -320,7 +320,7 @@ class RaggedOperand(Operand):
         return x if self.gather is None else x.index_select(0, self.sources())
 
     def group_of_rows(self) -> Tensor:
-        """(R,), the group of each row; the last one for rows behind all groups."""
+        """(R,), the group of each row; the last one for rows after all groups."""
         rows = torch.arange(self.rows, device=self.offs.device, dtype=torch.int32)
         found = torch.searchsorted(self.offs, rows, right=True, out_int32=True)
         return found.clamp(max=max(self.groups - 1, 0))
@@ -334,7 +334,7 @@ class RaggedOperand(Operand):
         return value.squeeze(1).index_select(0, self.group_of_rows())
 
     def behind(self) -> Tensor:
-        """(R, 1), whether a row lies behind the last group."""
+        """(R, 1), whether a row is after the last group."""
         rows = torch.arange(self.rows, device=self.offs.device, dtype=torch.int32)
         end = self.offs[-1:] if self.groups else self.offs.new_zeros(1)
         return (rows >= end).unsqueeze(-1)

@@ -1,7 +1,7 @@
 """A matrix of 8-bit numbers whose scales change along K. Each step of the sum is scaled, or each block that is loaded.
 
-Where all scales are powers of two, loaders multiply the numbers themselves by them, in bf16; otherwise the product of
-each step along K is multiplied before it is added to the sum.
+If all scales are powers of two, loaders multiply the numbers by them, in bf16; otherwise the product of each K step is
+multiplied before it is added to the sum.
 """
 
 from __future__ import annotations
@@ -181,8 +181,8 @@ def _loader(load: Any, strides: int, gathers: bool, step: int, of_columns: bool,
     """A loader of blocks, see `kernels.operands`, whose numbers are multiplied by their scales in bf16.
 
     Args:
-        load: loads the blocks, given so many `strides`; those of the scales come behind them.
-        gathers: whether the numbers of gathered rows are among the strides, behind the others.
+        load: loads the blocks, from its number of `strides`; those of the scales follow them.
+        gathers: whether the numbers of gathered rows are among the strides, after the others.
         step: elements along K that share a scale.
         of_columns: whether the matrix is B, whose columns have scales, and which may be `paired`.
     """

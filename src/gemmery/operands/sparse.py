@@ -33,7 +33,7 @@ class Sparse(Spec):
     """The kept numbers of a 2:4 sparse matrix; the layout is that of these, with steps in matrices.
 
     Attributes:
-        matrices: how many lie one behind the other in memory.
+        matrices: how many are contiguous in memory.
         metadata: the layout of the metadata.
         code: the type of numbers of 8 or 4 bits, see `formats.sparse.SparseTensor`; "" for those of 16 bits. The
             matrix may have the same type, or one of 16 bits.

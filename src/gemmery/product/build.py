@@ -139,7 +139,7 @@ def operands_of(op: str, a: Any, b: Any, takes_pair: bool) -> tuple[Operand, Ope
         return SummedOperand(left.matrix, a.exchange, right.outer), right.without_outer()
     if isinstance(a, WithAdapter):
         left, right = operands_of(op, a.matrix, b, takes_pair)
-        # The adapter is added behind the scales of the weight's rows.
+        # The adapter is added after the scales of the weight's rows.
         return AdaptedOperand(left.matrix, a.left, a.right, right.outer), right.without_outer()
     if isinstance(a, ArrivingRows):
         return ArrivingOperand(a.matrix, a.arrivals, a.own), operands_of(op, a.matrix, b, takes_pair)[1]

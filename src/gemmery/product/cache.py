@@ -26,7 +26,7 @@ class Known:
 
     Attributes:
         plan: what is launched.
-        pick: the places of the launch's tensors among the call's values and, behind them, the results from the last to
+        pick: the places of the launch's tensors among the call's values and, after them, the results from the last to
             the first.
         numbers: places of the launch's numbers among the call's values; None for alpha and beta.
         makers: allocate the results, from the last to the first.

@@ -194,7 +194,7 @@ class _Part(Operand):
 
 
 class _Traced:
-    """How local parts of a product are computed in compiled code; see `sharded.Ways`."""
+    """The computation of a product's local parts in compiled code; see `sharded.Ways`."""
 
     def __init__(self, epilogue: Callable[..., Any] | None) -> None:
         self.epilogue = epilogue

@@ -26,7 +26,7 @@ def compute(call: Call, out: Tensor | None, key: Any = None) -> tuple[list[Tenso
         key: the key under which it is remembered, if it is.
     """
     call = replace(call, b=call.b.loadable())
-    # If there is no group, all rows lie behind the groups.
+    # If there is no group, all rows are after the groups.
     is_empty = 0 in call.shape or 0 in call.a.matrix.shape[:-2]
     if devices.current(call.device) is None or is_empty:
         if autocast_dtype(call.device) is None:

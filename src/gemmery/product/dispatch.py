@@ -109,7 +109,7 @@ def unfused(call: Call) -> Any:
 
 
 class _Eager:
-    """How local parts of a product are computed outside the compiler; see `sharded.Ways`."""
+    """The computation of a product's local parts outside the compiler; see `sharded.Ways`."""
 
     def __init__(self, key: Any) -> None:
         self.key = key

@@ -88,7 +88,7 @@ def _gradients_of(
         places = [int(g is not None) for g in grads]
         inputs = tensors[of_a + of_b :]
         if any(wants and x.dim() < 3 for wants, x in zip(wanted, inputs, strict=True)):
-            # Rows behind all groups are unused; sums over groups leave them out anyway.
+            # Rows after all groups are unused; sums over groups leave them out anyway.
             given = call.a.finished(given, is_scattered=False)
         of_product, *of_inputs = torch.ops.gemmery.product_backward(*flat, product, given, places, wanted)
     left = iter(of_inputs)

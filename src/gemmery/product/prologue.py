@@ -30,7 +30,7 @@ class Prologue:
         op: the product's name, for messages.
         function: the user's.
         captured: its identity, and the tensors in its closure.
-        inputs: its arguments after the factor, those tensors behind them; plain Python values among them.
+        inputs: its arguments after the factor, then those tensors; plain Python values among them.
     """
 
     op: str

@@ -48,7 +48,7 @@ find = _known.get
 
 
 def look(given: Sequence[Any], grad: bool) -> list[Any] | None:
-    """The properties of a call's values that decide its sharding; None if it has to be examined anew.
+    """The properties of a call's values that decide its sharding; None if it must be examined again.
 
     Args:
         grad: whether gradients are recorded.

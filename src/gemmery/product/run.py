@@ -272,7 +272,7 @@ def _first(
 def _key_of_parts(
     op: str, a: Any, b: Any, bias: Any, functions: Functions, options: Options, scalars: tuple[Number, Number]
 ) -> Any:
-    """The key of a product of DTensors; None if it has to be examined anew."""
+    """The key of a product of DTensors; None if it must be examined again."""
     from .repeated import look
 
     if not isinstance(a, Tensor) or functions.prologue is not None:

@@ -36,7 +36,7 @@ _INSTEAD = "redistribute {what} to Replicate(), or apply the function to the res
 
 
 def placed(axes: tuple[str, ...], roles: Sequence[str]) -> list[Placement]:
-    """How a tensor is placed for a sharded product.
+    """The placements of a tensor for a sharded product.
 
     Args:
         axes: the dimension of the product for each of its dimensions; see `Operand.axes`.
@@ -47,7 +47,7 @@ def placed(axes: tuple[str, ...], roles: Sequence[str]) -> list[Placement]:
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a product is sharded.
+    """The sharding of a product.
 
     Attributes:
         mesh: the devices.
@@ -87,7 +87,7 @@ class Sharding:
 
 
 class Ways(Protocol):
-    """How local products are computed: in eager mode, or in code that torch.compile traces."""
+    """The computation of local products: in eager mode, or in code that torch.compile traces."""
 
     def part(self, operand: Operand, tensors: Sequence[Tensor], sizes: Sequence[int]) -> Operand:
         """An operand made of a rank's parts of another operand's tensors, with `sizes` instead of its own."""
@@ -138,7 +138,7 @@ def sharded(call: Call, ways: Ways) -> Any:
 
 
 def sharding_of(call: Call) -> Sharding:
-    """How a call is sharded."""
+    """The sharding of a call."""
     axes = _axes(call)
     mesh = _mesh(call)
     of_a, of_b = len(call.a.tensors), len(call.b.tensors)
@@ -238,7 +238,7 @@ def _role(tensors: Sequence[Tensor], axes: Sequence[tuple[str, ...]], i: int) ->
 
 
 def behaviour(call: Call) -> str:
-    """How an epilogue uses the product: "elementwise", "halves", or in words why it needs the whole product."""
+    """The use of the product by an epilogue: "elementwise", "halves", or in words why it needs the whole product."""
     try:
         made = program(call)
     except Untraceable as error:

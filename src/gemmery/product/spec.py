@@ -60,7 +60,7 @@ def unchanged(acc: Tensor) -> Tensor:
 
 
 def takes(function: Callable[..., Any], count: int) -> bool:
-    """Whether a function can be called with so many positional arguments; True where nothing tells."""
+    """Whether a function can be called with a number of positional arguments; True if its signature is unknown."""
     try:
         signature = inspect.signature(function)
     except ValueError:

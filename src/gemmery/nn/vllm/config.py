@@ -17,8 +17,8 @@ from ..transformers import NAME, GemmeryConfig
 from .methods import GemmeryDenseLinearMethod, GemmeryPackedLinearMethod
 
 
-class GemmeryQuantization(QuantizationConfig):  # type: ignore[misc]  # vLLM is not there to be checked
-    """How gemmery computes the linear layers of a model in vLLM.
+class GemmeryQuantization(QuantizationConfig):  # type: ignore[misc]  # vLLM is not installed for the check
+    """The settings by which gemmery computes the linear layers of a model in vLLM.
 
     Layers of experts, embeddings and the output layer remain vLLM's.
 
@@ -75,7 +75,7 @@ class GemmeryQuantization(QuantizationConfig):  # type: ignore[misc]  # vLLM is 
         return cls(how)
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
-        """What computes a layer; None leaves it to vLLM."""
+        """The method that computes a layer; None leaves it to vLLM."""
         if isinstance(layer, RoutedExperts):
             return UnquantizedFusedMoEMethod(layer.moe_config)
         if not isinstance(layer, LinearBase):

@@ -41,7 +41,7 @@ AMPERE, ADA = 80, 89
 Refusal = tuple[bool, str | None]
 
 
-class GemmeryIntKernel(MPLinearKernel):  # type: ignore[misc]  # vLLM is not there to be checked
+class GemmeryIntKernel(MPLinearKernel):  # type: ignore[misc]  # vLLM is not installed for the check
     """int4 and int8 weights with 16-bit activations: GPTQ, AWQ and compressed-tensors."""
 
     @classmethod
@@ -184,7 +184,7 @@ OF_KIND: dict[str, tuple[tuple[str, str, type], ...]] = {
         ("fp8_block", "_POSSIBLE_FP8_BLOCK_KERNELS", GemmeryFp8BlockKernel),
     ),
 }
-#: Where the kernels run.
+#: The platforms on which the kernels run.
 PLATFORMS = (PlatformEnum.CUDA, PlatformEnum.ROCM)
 
 

@@ -1,4 +1,4 @@
-"""What vLLM's linear layers compute with: a dense weight, or one that is packed while it is loaded."""
+"""The methods of vLLM's linear layers: with a dense weight, or with a weight that is packed while it is loaded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..transformers import GemmeryConfig
 
 
 @register_weight_loader_v2_supported_method
-class GemmeryDenseLinearMethod(UnquantizedLinearMethod):  # type: ignore[misc]  # vLLM is not there to be checked
+class GemmeryDenseLinearMethod(UnquantizedLinearMethod):  # type: ignore[misc]  # vLLM is not installed for the check
     """A layer with the weight that was loaded, computed by `gemmery.linear`."""
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
