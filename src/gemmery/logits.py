@@ -12,7 +12,7 @@ copy in float32: what walking over tokens would cost (Hsu et al., "Liger Kernel"
 compute them again is the way of Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024.
 
 The gradient of a block of logits needs memory only until its two products have read it. As long as the weight's
-gradient has enough rows that are not written yet, it lies in these. So blocks are large, which has of_x read and
+gradient has enough rows that are not written yet, it is stored in these. So blocks are large, which has of_x read and
 written seldom, and take no memory of their own; the last ones are smaller and do.
 
 All sums are in a fixed order, and there are no atomics: the same bits in every run.

@@ -240,7 +240,7 @@ def _check_shapes(
 def _thin(factor: Tensor, x: Tensor, scale: float, precision: Any, batch_invariant: bool = False) -> Tensor:
     """`scale * factor @ x.T`, (r, M), with adjacent elements along r."""
     if batch_invariant:
-        # Each row of x is to be a row of a product.
+        # Each row of x must be a row of a product.
         rows: Tensor = matmul(x, factor.mT, precision=precision, batch_invariant=True) * scale
         return rows.mT
     made = x.new_empty(x.shape[0], factor.shape[0]).mT

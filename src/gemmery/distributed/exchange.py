@@ -197,7 +197,7 @@ class Shared:
         """Memory of a kind and at least a size. If it has to grow, all ranks call this together.
 
         Raises:
-            RuntimeError: an exchange failed, or memory has to be allocated while a graph is captured.
+            RuntimeError: an exchange failed, or memory would have to be allocated while a graph is captured.
         """
         self.check(op)
         found = self._memories.get(kind.name)

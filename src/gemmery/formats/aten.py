@@ -152,7 +152,7 @@ def _copy(func: Any, weight: PackedWeight, source: Any, non_blocking: bool = Fal
 
 
 def _layout(weight: PackedWeight) -> dict[str, Any]:
-    """All that two weights must agree in for one to be copied into the other."""
+    """The properties in which two weights must agree for one to be copied into the other."""
     about = {
         "shape": tuple(weight.shape),
         "dtype": weight.dtype,

@@ -108,7 +108,9 @@ class PackedWeight(Tensor):
 
     @abstractmethod
     def about(self) -> dict[str, Any]:
-        """All but shapes and types of tensors that two weights must agree in for one to be copied into the other."""
+        """The properties, except tensors' shapes and types, in which two weights must agree for one to be copied into
+        the other.
+        """
 
     @property
     @abstractmethod

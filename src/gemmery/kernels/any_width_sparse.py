@@ -272,7 +272,7 @@ class SparseStage(NamedTuple):
         )
 
     def _registers(self, count: int) -> str:
-        """Assembly that declares the registers of metadata and of kept numbers, for so many times 64 rows of X."""
+        """Assembly that declares the registers of metadata and of kept numbers, for a multiple of 64 rows of X."""
         each = [(which, i, half) for which in range(2) for i in range(count) for half in range(2)]
         # Of numbers of 16 bits, a word serves two instructions.
         names = dict.fromkeys(self._word(*one) for one in each)
@@ -287,7 +287,7 @@ class SparseStage(NamedTuple):
         return f"words{which}{i}{half if self.fp8 else ''}"
 
     def _loads(self, which: int, count: int) -> str:
-        """Assembly that loads a thread's words of metadata of a step, for so many times 64 rows of X."""
+        """Assembly that loads a thread's words of metadata of a step, for a multiple of 64 rows of X."""
         return "".join(
             self._words(self._word(which, i, half), self.params * i + 2 * half * WORDS_BYTES)
             for i in range(count)

@@ -109,5 +109,5 @@ def x_bytes(rows: int, format: Stage | None) -> int:
 
 
 def params_bytes(rows: int, format: Stage | None) -> int:
-    """Bytes of the parameters of so many rows of X in a stage."""
+    """Bytes of the parameters of `rows` rows of X in a stage."""
     return 0 if format is None else rows // ROWS * sum(kind.size for kind in format.kinds)

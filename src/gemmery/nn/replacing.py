@@ -206,7 +206,7 @@ class _Walk:
         return reason or self.owned(layer)
 
     def owned(self, layer: nn.Module) -> str | None:
-        """The layer that shares the weight and would keep the plain one; None if there is none."""
+        """The reason not to pack a weight that another layer shares and keeps; None if there is no such layer."""
         owner = self.owners.get(id(layer.weight))
         return None if owner is None else f"its weight is shared with {owner}"
 

@@ -149,7 +149,7 @@ class AnyWidth(PersistentStatic):
             raise ValueError(
                 f"Config: the {self.name} schedule needs {ROWS} or {2 * ROWS} rows for each warpgroup of 4 warps"
             )
-        # Which of these a config may have depends on the operands.
+        # The operands decide which of these a config may have.
         rules = [each for each in RULES.values() if each.takes_turns or not self.takes_turns]
         each = min(each.each or tile.each for each in rules)
         widest = max(tile.widest(each.numbers) for each in rules)

@@ -72,7 +72,7 @@ def descriptor(
 class AnyWidthBinding(Binding):
     """A `Binding` of the kernel for tiles of any width."""
 
-    # Where a tile ends; `tests/compile` looks into the loops of the machine code.
+    # Spills at the end of a tile are harmless; `tests/compile` checks the loops of the machine code.
     harmless_spills = 56
 
     def __init__(
@@ -224,7 +224,7 @@ class AnyWidthBinding(Binding):
     def _arguments(
         self, tensors: Sequence[Any], numbers: Sequence[float], boxes: tuple[int, ...]
     ) -> list[Any]:
-        """The kernel's arguments, with tensor maps that load so many rows of X and of Y at a time."""
+        """The kernel's arguments, with tensor maps that load `boxes` rows of X and of Y at a time."""
         p, c, tile = self.problem, self.config, self.tile
         given = sorted_tensors(p, tensors)
         of_a, of_b, out, extras = given
@@ -299,11 +299,13 @@ class AnyWidthBinding(Binding):
         return w.partials(tile.x, tile.y) * torch.float32.itemsize, w.counters(tile.groups)
 
     def _operand(self, tensor: Any, is_b: bool, rows: int, box: int) -> Any:
-        """The descriptor of an operand: its type has blocks of so many rows, its tensor map loads `box` at a time."""
+        """The descriptor of an operand: the blocks of its type have `rows` rows, and its tensor map loads `box` at a
+        time.
+        """
         p, step = self.problem, self.config.block_k
         # Strides along K and along the rows.
         along, across, size = (p.b.row, p.b.col, p.N) if is_b else (p.a.col, p.a.row, p.M)
-        # Groups of rows lie in one matrix.
+        # Groups of rows are in one matrix.
         batch, steps = (p.batch, (p.b if is_b else p.a).steps) if is_b or not p.ragged else ((), ())
         many = [1] * len(batch)
         if p.ragged == "k":

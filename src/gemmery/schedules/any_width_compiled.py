@@ -37,8 +37,8 @@ def check_maps(ptx: str) -> None:
 
 
 def check_memory(llir: str, size: int, barriers: int) -> None:
-    """RuntimeError unless the first `size` bytes of shared memory are the slots', `barriers` are behind them, and all
-    else behind these; or if assembly looks for the ring or the barriers elsewhere.
+    """RuntimeError unless the first `size` bytes of shared memory are the slots', `barriers` follow them, and
+    everything else follows these; or if assembly expects the ring or the barriers elsewhere.
 
     All other data is at constant offsets. If anything were before the slots, its offset would be less than their size,
     since nothing else is as large.
@@ -48,12 +48,12 @@ def check_memory(llir: str, size: int, barriers: int) -> None:
     """
     first = re.search(r"mbarrier\.inval.*@global_smem, i32 (\d+)", llir)
     if first is None or int(first[1]) != size:
-        raise RuntimeError(f"the barriers are not {size} bytes behind where shared memory begins")
+        raise RuntimeError(f"the barriers are not {size} bytes after the beginning of shared memory")
     end = size + 8 * barriers
     named = [int(at) for at in re.findall(r"mov\.b32 first, global_smem; add\.s32 \$0, first, (\d+);", llir)]
     if size not in named or max(named) > size:
         raise RuntimeError(
-            f"the kernel's assembly looks for barriers elsewhere than {size} bytes behind where shared memory begins"
+            f"the kernel's assembly looks for barriers elsewhere than {size} bytes after the beginning of shared memory"
         )
     others = [line for line in llir.splitlines() if "mbarrier" not in line]
     # A barrier whose number is computed is counted from the first one.

@@ -32,8 +32,8 @@ PROMOTING, SCALING = (1.57, 1.14, 1.04), (1.8, 1.65, 1.6)
 #: For products with a 2:4 sparse weight: their time as a part of that of dense ones, if only Y is read from shared
 #: memory; and seconds at a launch's start for each warpgroup but the first.
 SPARSE, SPARSE_GROUP = 0.41, 0.95e-6
-#: Where these numbers are read from shared memory: columns of Y, and rows of X, with which X and all that is written
-#: take as long as Y.
+#: For numbers that are read from shared memory: columns of Y, and rows of X, with which X and all stores take as long
+#: as Y.
 SPARSE_Y, SPARSE_X = 68, 64
 #: The least seconds of a step with kept numbers of 8 bits that are widened to 16.
 SPARSE8 = 1.6e-7
@@ -61,10 +61,10 @@ FILL_ALONE = 0.61
 JOINT = 16.0
 #: The slowdown for each tenfold time, since power lowers the clock, and the seconds from which on it counts.
 SLOWING, LONG = 0.0185, 3e-5
-#: The stream of blocks from memory. How it and the loop, which mostly overlap, add up.
+#: The stream of blocks from memory. The sum of its time and the loop's, which mostly overlap.
 MEMORY, OVERLAP = Stream(long=1.077, short=1.475, ramp=3.35e-6), 3.92
 #: Seconds around a launch. Seconds around a tile and share of the time that its store takes alone, where warpgroups
-#: share tiles. Where they take turns, seconds between tiles, and seconds around the last one, of whose store
+#: share tiles. If warpgroups take turns, seconds between tiles, and seconds around the last one, of whose store
 #: `LAST_STORE` counts.
 START = 4.21e-6
 TILE, STORE = 0.660e-6, 1.325
@@ -74,7 +74,7 @@ VECTOR, VECTOR_IN_TURN = 1.04e-6, 0.6e-6
 #: The first for 16-bit operands, where the vector is that of the rows of X; and where it is that of the rows of Y, once
 #: and for each part of a tile, which reads another piece of it.
 VECTOR_X, VECTOR_Y, VECTOR_PART = 0.65e-6, 0.2e-6, 0.65e-6
-#: Where tiles are taken in turn there is code for each part, and fetching it takes longer the more there is: the
+#: If warpgroups take turns, each part has its code, and more code takes longer to fetch: the
 #: seconds for the square of the parts of a program's last tile.
 CODE = 0.33e-6
 #: Seconds for each part but the first of a tile whose epilogue reads a matrix.

@@ -219,7 +219,7 @@ class Tile(NamedTuple):
 
 
 def forms_of(config: Config, forms: Forms) -> tuple[Form, Form]:
-    """How X and Y lie, see `kernels.any_width`."""
+    """The forms of X and Y, see `kernels.any_width`."""
     if forms.ragged == "k":
         return "ranged turned", "ranged turned"
     a: Form = "own rows" if forms.apart else "turned" if forms.a_turned else "rows"

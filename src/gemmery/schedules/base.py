@@ -133,7 +133,7 @@ class Schedule:
         return all(holds for holds, _ in self.needs(problem))
 
     def unsuited(self, problem: Problem) -> str | None:
-        """Which of `needs` does not hold, as a message; None if all do."""
+        """The first of `needs` that does not hold, as a message; None if all do."""
         needed = next((words for holds, words in self.needs(problem) if not holds), None)
         if needed is None:
             return None
@@ -151,7 +151,7 @@ class Schedule:
         return np.ones(np.shape(rows), bool)
 
     def has_room(self, problem: Problem, space: Space) -> np.ndarray:
-        """Which configs' blocks fit into shared memory, with what of a tile is stored, as far as sizes tell.
+        """A mask of the configs whose blocks, with the stored part of a tile, fit into shared memory by their sizes.
 
         A kernel has the last word when it is compiled. But a config that never runs may not stand for others on a
         shortlist.

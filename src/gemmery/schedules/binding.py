@@ -34,9 +34,9 @@ _CHECKED: weakref.WeakSet[Any] = weakref.WeakSet()
 TL: dict[torch.dtype, Any] = {dtype: getattr(tl, name.removeprefix("tl.")) for dtype, name in TYPES.items()}
 #: fp8 products are promoted to the fp32 accumulator after this many steps along K, as cuBLAS does in its accurate mode.
 PROMOTE_EVERY = 128
-#: 32-bit words per thread that kernels may spill where ranks add up their partial sums, behind the loop.
+#: 32-bit words per thread that kernels may spill after the loop, where ranks add up their partial sums.
 SUM_SPILLS = 40
-#: What `Spec.suits_registers` asks for, in words.
+#: The requirement of `Spec.suits_registers`, in words.
 SHORT_ROWS = (
     "thin matrices of an adapter in aligned rows with adjacent elements, whose number is a multiple of 4"
 )
@@ -59,7 +59,8 @@ def suits_tma(problem: Problem) -> bool:
 def storable(operand: Layout, rows: int, cols: int, batch: tuple[int, ...]) -> bool:
     """Whether a matrix can also be written through a tensor descriptor.
 
-    TMA writes whole units of 16 bytes. If a row of the matrix ended within one, it would overwrite the data behind it.
+    TMA writes whole units of 16 bytes. If a row of the matrix ended within one, it would overwrite the data after the
+    row.
     """
     adjacent = cols if operand.col == 1 else rows
     whole = operand.dtype != torch.bool and adjacent * operand.dtype.itemsize % 16 == 0
@@ -260,7 +261,7 @@ class Binding:
         return self.problem.takes_numbers
 
     def _programs(self, units: int) -> int:
-        """The number of programs for so many tiles, whole or small, or parts of tiles."""
+        """The number of programs for a number of tiles, whole or small, or parts of tiles."""
         return units
 
     def _wide(self) -> bool:
@@ -433,7 +434,7 @@ class Binding:
         return min(wide) // (2 if self.problem.paired else 1)
 
     def _stored(self, columns: int) -> int:
-        """Columns of the output that are stored at a time, of a block of so many columns of the product."""
+        """Columns of the output that are stored at a time, for a block of the product with the given columns."""
         return columns // (self.subtiles * (2 if self.problem.paired else 1))
 
     def launch(self, tensors: Sequence[Any], numbers: Sequence[float] = ()) -> None:

@@ -20,7 +20,7 @@ Floats = np.ndarray
 OVERLAP = 2.25
 #: Part of the memory bandwidth that a long stream reaches.
 STREAM = 0.855
-#: Part of the time of storing a tile that is not hidden behind the program's next one.
+#: Part of a tile's store time that the program's next tile does not hide.
 STORE = 0.3
 #: Part of the whole tile's rate that a small tile of the tail reaches.
 TAIL_EFFICIENCY = 0.8
@@ -33,7 +33,7 @@ CHUNK = 128
 #: Seconds that a function such as an activation takes for an element of a tile, and that reading or writing another
 #: matrix takes. Fitted with the model of tiles of any width.
 FUNCTION, ELEMENT = 0.85e-10, 0.4e-10
-#: Seconds that a thread takes for each byte of a matrix that is added behind the sum, while nothing else runs on its
+#: Seconds that a thread takes for each byte of a matrix that is added after the sum, while nothing else runs on its
 #: multiprocessor. Fitted to a product of 8192x4096x8192 on an H200 that is added to a matrix of float32 and of bf16,
 #: in up to eight configs each (`benchmarks/results/looks/added-bf16.json`).
 ADDED = 1.0e-8
@@ -129,12 +129,12 @@ def functions_of(problem: Problem) -> int:
 
 
 def calls_of(problem: Problem) -> float:
-    """How often an epilogue calls a function, for each element of the product."""
+    """The number of an epilogue's function calls per element of the product."""
     return functions_of(problem) * problem.out_n / problem.N
 
 
 def added(problem: Problem, space: Space) -> Floats:
-    """Seconds for each element of a tile in which a matrix, or a product of thin ones, is added behind the sum.
+    """Seconds for each element of a tile in which a matrix, or a product of thin ones, is added after the sum.
 
     Of a matrix that a traced epilogue reads there are none. See `ADDED`.
     """

@@ -34,7 +34,7 @@ class Persistent(Tile):
         yield not problem.ragged, "a product without groups"
         # ptxas makes every product wait for the one before where another one follows in the same loop.
         yield not problem.a.adapter_rank, "a product without an adapter"
-        # They spill a lot: tiles are large, and the tail's code comes behind theirs.
+        # They spill a lot: tiles are large, and the tail's code follows theirs.
         yield not problem.a.is_summed, "a product that is not summed over ranks"
 
     def refusal(self, problem: Problem, config: Config) -> str | None:
@@ -69,7 +69,7 @@ class Persistent(Tile):
         return seconds + calls_of(problem) * FUNCTION + len(problem.fusion.matrix_operands) * ELEMENT
 
     def walk(self, problem: Problem, config: Config) -> Walk:
-        """Whole tiles, and behind them the small tiles of the tail."""
+        """Whole tiles, and after them the small tiles of the tail."""
         work = Waves.of(problem, config)
         at_once = self.at_once(problem, config)
         programs = min(max(work.tiles, work.parts), at_once)
@@ -103,7 +103,7 @@ class Persistent(Tile):
 
 
 def _small_tiles(problem: Problem, config: Config, work: Waves, tiles_n: int, band: int) -> dict[str, Ints]:
-    """Where the parts of cut tiles lie, and behind them those of the ragged columns; as `kernels.place.tail_tile`."""
+    """The places of the parts of cut tiles, and after them of the ragged columns; as `kernels.place.tail_tile`."""
     c, tiles_m = config, -(-problem.M // config.block_m)
     unit = np.arange(work.cut * c.tail)
     columns = whole_tiles(problem, c, work.tiles + unit // c.tail, tiles_n, band)

@@ -79,7 +79,7 @@ class Work:
         return self.cut * self.parts * block_m * block_n
 
     def units(self, block_k: int) -> tuple[int, int, int, int]:
-        """The numbers that kernels take: whole tiles, units behind them, parts of a cut tile, K in a part."""
+        """The numbers that kernels take: whole tiles, units after them, parts of a cut tile, K in a part."""
         return self.whole, self.cut * self.parts, self.parts, self.chunk * block_k
 
     def counters(self, pieces: int) -> int:
@@ -134,7 +134,7 @@ class PersistentStatic(Schedule):
         return Costs(body + once + reduction, compute, l2, memory, once, reduction, np.zeros(1), waves)
 
     def cut_units(self, work: Work, unit: Ints) -> tuple[Ints, Ints]:
-        """Returns, for each unit behind the whole tiles, the number of its cut tile and of its part."""
+        """Returns, for each unit after the whole tiles, the number of its cut tile and of its part."""
         tile, part = np.divmod(unit, work.parts)
         return tile, part
 

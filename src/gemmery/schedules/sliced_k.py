@@ -56,8 +56,8 @@ MOST_K, MOST_N = 1 << 26, 1 << 26
 #: Seconds of a multiprocessor for a strip of a unit. Seconds that a warp takes for a unit at least, and as many for
 #: each of its strips. Bytes of activations that a multiprocessor gets in a second.
 STRIP_TIME, WAIT, X_BANDWIDTH = 17.0e-9, 0.108e-6, 54e9
-#: Seconds around a launch, those of each wave of programs behind the first, and how much longer a launch takes with 16
-#: warps.
+#: Seconds around a launch, those of each wave of programs after the first, and the additional seconds of a launch with
+#: 16 warps.
 START, WAVE, MANY_WARPS = 5.44e-6, 3.3e-6, 1.06e-6
 #: Seconds that parts of a tile take to meet, and for each strip of each part.
 REDUCTION, REDUCTION_STRIP = 0.812e-6, 0.025e-6

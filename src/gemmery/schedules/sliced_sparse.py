@@ -137,7 +137,7 @@ class SlicedSparse(Tile):
 class SlicedSparseBinding(Binding):
     """A `Binding` of the kernel for `mma.sp`."""
 
-    # Some kernels that cut K spill two numbers that are needed behind the loop.
+    # Some kernels that cut K spill two numbers that are needed after the loop.
     harmless_spills = 2
 
     def __init__(self, problem: Problem, config: Config) -> None:

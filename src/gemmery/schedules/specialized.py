@@ -67,7 +67,7 @@ class Specialized(PersistentStatic):
     # Those whose Gluon has the names that the kernel is written in.
     versions = ("3.6", "3.7", "3.8", "3.9")
     reason = "chosen for packed weights and scales along K"
-    # Where `Config.stream` makes a difference, the second one says which, with few rows and for other schedules too.
+    # If `Config.stream` makes a difference, the second table shows it, also with few rows and for other schedules.
     tables = ("specialized", "specialized-streamed")
 
     def own_tables(self) -> tuple[str, ...]:
@@ -142,7 +142,7 @@ def _turns(problem: Problem, config: Config) -> bool:
 def _descriptor(
     tensor: Tensor, shape: Sequence[int], strides: Sequence[int], block: Sequence[int], dtype: torch.dtype
 ) -> Any:  # fmt: skip
-    """A tensor descriptor as Gluon takes it, which knows how its blocks lie in shared memory."""
+    """A tensor descriptor for Gluon, with the layout of its blocks in shared memory."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 

@@ -23,7 +23,7 @@ MEMORY, SOONER = Stream(long=0.913, short=0.433, ramp=40e-6), 0.75e-6
 #: of a plain product; and the least area of a tile, with how much faster such tiles are than in plain products. Fitted
 #: to random products on an H200 (`looks/grouped_times-bf16.json`).
 FIND, STREAM, LARGE, FASTER = 1.2e-6, 0.88, 128 * 256, 1.25
-#: How long ranges of K that are cut take, beside what is predicted; measured on an H200 for 1 to 8 ranges
+#: The time of ranges of K that are cut, divided by the predicted time; measured on an H200 for 1 to 8 ranges
 #: (`looks/grouped_ranges-bf16.json`).
 CUT_RANGES = 1.3
 #: Registers of a thread besides its accumulators; registers and threads of a multiprocessor.
@@ -148,7 +148,7 @@ class Tile(Schedule):
         return np.asarray((stages + stored < p.device.target.shared) | (s.loader != "descriptor"))
 
     def around(self, work: Floats, together: Floats, start: float, store: Floats) -> Floats:
-        """Seconds before the first step and behind the last one of the tiles of a multiprocessor."""
+        """Seconds before the first step and after the last one of the tiles of a multiprocessor."""
         return np.asarray(np.ceil(work / together) * (start + store))
 
     def epilogue(self, problem: Problem, space: Space, together: Floats) -> Floats:

@@ -60,7 +60,7 @@ def places(tile: Ints, tiles_m: int, tiles_n: int, group: int) -> tuple[Ints, In
 
 
 def tiles_of(problem: Problem, tile: Sizes, group: int, number: Ints, tiles_n: int) -> dict[str, Ints]:
-    """Where whole tiles of a size lie, by their numbers."""
+    """The places of whole tiles of a size, by their numbers."""
     block_m, block_n, block_k = tile
     batch, rows, columns = places(number, -(-problem.M // block_m), tiles_n, group)
     return {

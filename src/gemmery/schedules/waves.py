@@ -13,7 +13,7 @@ import numpy as np
 if TYPE_CHECKING:
     from ..problem import Config, Problem
 
-#: The time of a part of a tile that is cut into so many parts (the index), relative to that of the whole tile. Small
+#: The time of a part of a tile, relative to the whole tile's; the index is the number of parts. Small
 #: tiles read more from L2 for what they compute; measured on an H200.
 PART_TIME = np.array([0, 1, 0.62, 0, 0.43, 0, 0, 0, 0.29])
 

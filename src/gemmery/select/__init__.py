@@ -1,4 +1,4 @@
-"""Which config runs a problem.
+"""The choice of a config for a problem.
 
 This is the fastest config that was measured here for exactly this problem (`store`). Without a measurement, it is the
 first of a declared space (`space`), ranked by a model (`model`) and corrected by shipped measurements (`measured`).

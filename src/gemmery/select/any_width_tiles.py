@@ -71,7 +71,7 @@ def packed(bits: int) -> Offer:
 #: For 2:4 sparse weights of 16 bits, and for those of 8 bits that are widened to 16, with 64 rows for each warpgroup.
 SPARSE = Offer((SparseStage(),), narrow=SHARED_TILES[:2])
 SPARSE8 = SPARSE._replace(stages=(SparseStage("e4m3"),), shared=_SMALL)
-#: For 2:4 sparse weights with fp8 activations. With scales behind the product, tiles of 128 rows for each warpgroup
+#: For 2:4 sparse weights with fp8 activations. With scales after the product, tiles of 128 rows for each warpgroup
 #: spill: 208 bytes with Triton 3.9, and 248 with 3.6.
 SPARSE_FP8 = Offer((SparseStage(fp8=True),), ROW, _SMALL, narrow=SHARED_TILES[:1])
 SPARSE_FP8_ACCURATE = SPARSE_FP8._replace(numbers=PROMOTED)

@@ -1,4 +1,4 @@
-"""The SQLite file behind the store: reading, writing, and the repair of a broken file.
+"""The store's SQLite file: reading, writing, and the repair of a broken file.
 
 Imported only if there is a file or something to write. A connection exists for one short transaction, so that none is
 carried across a fork or shared by threads. The journal is SQLite's default rollback journal: unlike a write-ahead log,
@@ -211,7 +211,7 @@ def _set_aside(path: Path, opened: tuple[int, int] | None, reason: str) -> None:
             if opened is None or _identity(path) != opened:
                 return
             name = f"{path.name}.broken-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-            # Its companions come first: a journal that is left behind would be applied to the next file of this name.
+            # Its companions come first: a journal that remained would be applied to the next file of this name.
             for end in (*_COMPANIONS, ""):
                 with contextlib.suppress(FileNotFoundError):
                     path.with_name(path.name + end).rename(path.with_name(name + end))

@@ -29,7 +29,7 @@ from .space import Space, kind_of, space_of
 from .tiles import FAMILIES
 
 TABLES = Path(__file__).with_name("tables")
-#: How far a measurement reaches: in doublings of a size or of the parts along K.
+#: The reach of a measurement, in doublings of a size or of the parts along K.
 REACH = 0.8
 #: The same, in doublings of a size, for products of at most this many seconds at the tensor cores' rate. Their time
 #: depends on how tiles fill the multiprocessors, which differs between sizes.
@@ -39,7 +39,7 @@ REACH_SHORT, SHORT = 0.25, 30e-6
 REACH_PACKED, FAR_PACKED = 0.2, 1.5
 #: Seconds by which times in tables of packed weights are longer than `Stopwatch`'s, to which the models of other
 #: schedules are fitted: 72 configs had 0.88 µs more in the median (0.32 to 1.86, 10th and 90th percentile). Most
-#: launches came behind one of another kernel, so they probably had to fetch their code.
+#: launches followed one of another kernel, so they probably had to fetch their code.
 OTHER_CODE = 0.8e-6
 #: The weight of the model itself; a measurement of the same shape has 1.
 PRIOR = 0.3

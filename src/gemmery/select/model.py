@@ -20,7 +20,7 @@ __all__ = ["Cost", "Costs", "costs"]
 
 #: Seconds before GPUs send each other rows, and bytes a second that they then send. Measured on two H200.
 ARRIVAL, LINK = 10e-6, 380e9
-#: Part of the rate that is left where operands have to be transposed in registers.
+#: Part of the rate that remains if operands must be transposed in registers.
 TRANSPOSED = 0.15
 
 

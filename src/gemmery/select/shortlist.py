@@ -24,7 +24,7 @@ from .space import Space, everywhere, space_of
 KERNELS = 6
 #: The same for packed weights, for which the best tile changes faster with M.
 PACKED_KERNELS = 10
-#: How much larger losses count more in the choice of a shortlist.
+#: The extra weight of larger losses in the choice of a shortlist.
 SHARPNESS = 30.0
 #: Problems whose shortlists are kept.
 KEPT = 4096

@@ -159,7 +159,7 @@ class Space:
         return found
 
     def chosen(self, problem: Problem) -> np.ndarray:
-        """Which configs are chosen untuned, see `Schedule.chosen_on`."""
+        """A mask of the configs that may be chosen untuned, see `Schedule.chosen_on`."""
         found = np.ones(len(self), bool)
         for name, (places, _) in self.by_schedule.items():
             found[places] = schedules.of(name).is_chosen_on(problem.device.target)
@@ -219,14 +219,14 @@ def _space(
 
 
 class MNMajor(NamedTuple):
-    """Which operands' adjacent elements lie along M or N, where the tensor cores want them along K."""
+    """The operands whose adjacent elements are along M or N, where the tensor cores need them along K."""
 
     a: bool
     b: bool
 
 
 def mn_major(problem: Problem) -> MNMajor:
-    """Which operands have to be transposed in registers: on Hopper those that are not 16-bit."""
+    """The operands that must be transposed in registers: on Hopper, those that are not 16-bit."""
     narrow = problem.a.dtype.itemsize == 1 or kind_of(problem).startswith("tf32")
     transposed = problem.device.target.family == "hopper" and narrow
     return MNMajor(transposed and problem.a.col != 1, transposed and problem.b.row != 1)

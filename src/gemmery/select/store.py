@@ -206,5 +206,5 @@ def _user_cache() -> Path | None:
         return None  # what some of its versions say where there is no home
     except ModuleNotFoundError:
         place = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "gemmery")
-    # Relative, or still with its tilde: nobody knows where home is.
+    # A relative path, or one with its tilde: the home directory is unknown.
     return Path(place) if os.path.isabs(place) else None

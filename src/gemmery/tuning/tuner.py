@@ -36,25 +36,26 @@ from .workers import WORTH_WORKERS, Target, Workers
 
 #: Configs whose predicted time is more than this many times the best prediction are not measured.
 PRUNE = 1.5
-#: Of each schedule at most so many are: of some there are hundreds of tiles, and the model is off by a few per cent.
+#: The most configs of each schedule: some have hundreds of tiles, and the model is off by a few percent.
 PER_SCHEDULE = 16
-#: The quickest are measured again: at most so many, if they are within this factor of the first, in so many turns.
+#: The fastest are measured again: their largest number, their largest time relative to the first, and the number of
+#: turns.
 FINALISTS, NEAR, TURNS = 4, 1.06, 4
 
 AnyConfig = Config | dict[str, Any] | str
-#: What a compiler died of that was given a config for a problem; None where it did not die.
+#: The reason for which a compiler died on a config for a problem; None if it did not die.
 Deaths = Callable[[Problem, Config], str | None]
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a tuning run stands, after each config that it has dealt with.
+    """The progress of a tuning run, after each config.
 
     Attributes:
         problem: what is being tuned; it is number `number` of `problems`, from 1.
         config, seconds: what was measured last, and its time; None where it can't run.
-        done, total: configs that are dealt with, and that are to be.
-        left: seconds that the rest will take at the pace so far.
+        done, total: configs that are finished, and all configs.
+        left: seconds that the rest will take at the present pace.
     """
 
     problem: Problem
@@ -282,7 +283,7 @@ class _Run:
         self.done, self.total = 0, sum(len(task.todo) for task in tasks)
 
     def tune(self, number: int, task: _Task, deaths: Deaths) -> TuneResult:
-        """Measure what is to be measured of a task, and then the quickest again."""
+        """Measure the configs of a task, and then the fastest again."""
         left = list(task.todo)
         died: dict[Config, str] = {}
         failure = ""

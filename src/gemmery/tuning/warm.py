@@ -185,7 +185,7 @@ class _Fused:
         return replace(self._known[M == 1], M=M)
 
     def _plan(self, M: int) -> Plan:
-        """The plan of a call. Only the call itself knows it: an epilogue has to be traced, with the tensors at hand."""
+        """The plan of a call. Only the call itself knows it: an epilogue must be traced, with its tensors."""
         how, place = self.product, self.place or self.b.device
         halves = [half.detach().t() for half in self.halves]
         given = () if how.bias is None else (how.bias,) if isinstance(how.bias, Tensor) else how.bias
@@ -459,7 +459,7 @@ def _alike(problem: Problem) -> Problem:
 def fitted(problem: Problem) -> Plan:
     """The plan that the first call would make, compiled for the current GPU.
 
-    It is not kept, since so many plans would drive out others. The first call finds its kernel.
+    It is not kept, because the plans would evict others. The first call finds its kernel.
     """
     made = Plan(problem)
     made.fit(*arguments(problem, "meta"), pinned=False)

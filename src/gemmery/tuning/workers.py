@@ -1,7 +1,7 @@
 """Compiling in other processes, so that several kernels compile at once and a compiler that dies takes nothing along.
 
-A worker compiles for a target through `launch.cross_compile` and never touches a GPU. What it compiles lies in
-Triton's cache on disk, where this process then finds it. Workers are plain programs that are given lines of pickled
+A worker compiles for a target through `launch.cross_compile` and never touches a GPU. The compiled kernels are in
+Triton's cache on disk, where this process then finds them. Workers are plain programs that are given lines of pickled
 jobs, not `multiprocessing`, which would import the user's main program again.
 """
 
@@ -24,7 +24,7 @@ from typing import IO, NamedTuple
 
 from ..problem import Config, Problem
 
-#: At most so many by default: one takes some hundred megabytes.
+#: The default limit: one worker takes some hundred megabytes.
 MOST = 8
 #: Fewer kernels than this compile as quickly in this process as a worker begins.
 WORTH_WORKERS = 4
@@ -160,7 +160,7 @@ class _Worker:
         self._errors.close()
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
-            # What was not sent can't be any more.
+            # Unsent tasks can't be sent any more.
             self._process.stdin.close()
 
 

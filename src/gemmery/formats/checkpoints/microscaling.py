@@ -57,15 +57,15 @@ def read_nvfp4(
     """A weight in NVFP4.
 
     e2m1 codes, the first of two in the lower half of a byte, with a scale in e4m3 for 16 columns and one for the
-    whole weight. The libraries differ in the last: compressed-tensors stores what scales were multiplied by
-    (`weight_global_scale`, weight = code * scale / global), ModelOpt what they are to be multiplied by
+    whole weight. The libraries differ in the last: compressed-tensors stores the factor by which scales were multiplied
+    (`weight_global_scale`, weight = code * scale / global), and ModelOpt the factor by which they must be multiplied
     (`weight_scale_2`, weight = code * scale * global).
 
     Args:
         packed: uint8, (N, K / 2).
         scale: float8_e4m3fn, (N, K / 16).
         global_scale: float32, of one number.
-        reciprocal: whether the scales are to be divided by `global_scale`, as compressed-tensors has it. Its
+        reciprocal: whether the scales are divided by `global_scale`, as in compressed-tensors. Its
             reciprocal is taken once, in float32.
         dtype: of the weight.
 

@@ -19,10 +19,10 @@ class Finding:
     """Something that works less well than it could, or does not work.
 
     Attributes:
-        what: it is, and why.
+        what: the finding, and its reason.
         instead: what runs, or what follows.
         advice: what to do about it.
-        broken: whether it has to be repaired.
+        broken: whether it must be repaired.
     """
 
     what: str

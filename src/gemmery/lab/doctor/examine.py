@@ -35,7 +35,7 @@ def examine() -> dict[str, Any]:
     """Everything that the doctor finds, as plain values.
 
     Beside the facts, "trials" are products that were tried, "limits" what works less well than it could and "broken"
-    what has to be repaired: each with what it is, what runs or follows instead, and an advice.
+    what must be repaired: each with the finding, what runs or follows instead, and advice.
     """
     found = facts()
     found["trials"] = [asdict(trial) for trial in trials(found["gpus"])]
