@@ -246,7 +246,7 @@ def _format(format: str) -> dict[str, Any]:
 
 
 def _cast_lines(x: Tensor, data: Tensor, scale: Tensor, format: str, span: int) -> None:
-    """Each line with a scale of its own."""
+    """Each line has its own scale."""
     walk = _walk(x, span)
     whole = walk.constants["COLS"] >= min(span, x.shape[-1])
     power = scale.dtype == E8M0

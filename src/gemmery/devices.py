@@ -202,7 +202,7 @@ _M = 1 << 20
 _G = 1e9
 _T = 1e12
 
-#: The first row of an architecture, of a GeForce or not, stands for such GPUs of it that have no row of their own.
+#: The first row of an architecture, of a GeForce or not, stands for the architecture's GPUs without a row.
 TABLE: dict[str, Device] = {
     device.name: device
     for device in (
@@ -330,7 +330,7 @@ def _matching(name: str, arch: str, sms: int, l2: int) -> Device | None:
     named = [row for row in rows if f" {row.name} " in words and row.sms == sms]
     if named:
         return named[0]
-    # A GPU without a row of its own: the rates and the bandwidth of another, scaled by its size. A GeForce adds in fp32
+    # A GPU without a row: the rates and the bandwidth of another, scaled by its size. A GeForce adds in fp32
     # at half the rate of other cards with the same chip, so that it is scaled from a GeForce.
     row = next((row for row in rows if ("GeForce" in row.name) == ("GeForce" in name)), rows[0])
     part = sms / row.sms
@@ -339,7 +339,7 @@ def _matching(name: str, arch: str, sms: int, l2: int) -> Device | None:
 
 
 def current(device: torch.device) -> Device | None:
-    """The row for a torch device; None where kernels can't run on it, so that the reference does."""
+    """The row for a torch device; None if kernels can't run on it, so that the reference does."""
     if INTERPRETED:
         return TABLE["interpreter"]
     if device.type != "cuda":

@@ -60,7 +60,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         try:
             os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
-            # Whatever writes it may make a file of its own, with permissions of its own.
+            # The writer may create a new file, with other permissions.
             mode = (place if place.exists() else part).stat().st_mode
             yield part
             part.chmod(mode & 0o7777)

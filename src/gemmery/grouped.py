@@ -374,7 +374,7 @@ def _reads_tensors(functions: Functions) -> bool:
 
 
 def _gathered_scales(x: Any, weight: Any, gather: Tensor | None) -> Tensor | None:
-    """The scales of gathered rows by which the product is multiplied; None where the matrix's own do."""
+    """The scales of gathered rows by which the product is multiplied; None if the matrix's own do."""
     if gather is None or not isinstance(x, ScaledTensor) or x.kind != "row" or weight.kind not in OUTER_KINDS:
         return None
     # Behind the last group, a number need not be that of a row.

@@ -36,7 +36,7 @@ _LINEAR = torch.ops.aten.linear.default
 #: The `__torch_dispatch__` of tensors that don't define one; they may still carry the flag of those that do.
 _NO_WAY = torch._C._disabled_torch_dispatch_impl
 
-#: Operators that multiply matrices in ways of their own, which other modes or gemmery itself do not see.
+#: Operators that multiply matrices by internal code, which other modes and gemmery do not see.
 _OPAQUE = (
     "_sparse_semi_structured_linear", "_mixed_dtypes_linear", "_transformer_encoder_layer_fwd",
     "_native_multi_head_attention", "_cudnn_rnn", "miopen_rnn", "mkldnn_rnn_layer",
@@ -255,7 +255,7 @@ class _Linears(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # `types` are those of tensors that have ways of their own.
+        # `types` are those of tensors with their own dispatch.
         if self._products.enabled and not types and (func is F.linear or func is _LINEAR):
             return _one_step(*args, **kwargs)
         return func(*args, **kwargs)

@@ -12,8 +12,8 @@ copy in float32: what walking over tokens would cost (Hsu et al., "Liger Kernel"
 compute them again is the way of Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024.
 
 The gradient of a block of logits needs memory only until its two products have read it. As long as the weight's
-gradient has enough rows that are not written yet, it is stored in these. So blocks are large, which has of_x read and
-written seldom, and take no memory of their own; the last ones are smaller and do.
+gradient has enough rows that are not written yet, it is stored in these. So blocks are large, of_x is rarely read and
+written, and blocks take no additional memory; the last blocks are smaller and do.
 
 All sums are in a fixed order, and there are no atomics: the same bits in every run.
 """
@@ -56,7 +56,7 @@ class Rows(NamedTuple):
 
     Attributes:
         lse: (N,), the logarithms of the sums of exponentials.
-        target: (N,), the targets' logits; 0 where the target is no column.
+        target: (N,), the targets' logits; 0 if the target is no column.
         total: (N,), the sums of the logits, each times its class's weight; empty unless asked for.
     """
 
@@ -163,7 +163,7 @@ def blocks_of(rows: int, columns: int, features: int, most: int | None, *, is_ke
             yield Block(slice(begin, begin + width), -(-(begin + width) * features // _LINE) * _LINE)
             begin += width
         else:
-            # Few widths, since each has plans of its own.
+            # Few widths, because each has its own plans.
             width = width // 2 // _MULTIPLE * _MULTIPLE
     step = min(_even(columns - begin, least), least)
     for i in range(begin, columns, max(step, 1)):

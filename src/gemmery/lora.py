@@ -2,10 +2,10 @@
 
 Forward there are two products: `u = scale * x @ a.T`, thin; and the large one, whose kernel adds `u @ b.T` to its
 accumulators. Backward, `v = scale * g @ b` is thin, `v.T @ x` and `u.T @ g` are the gradients of a and b, and that of x
-is `g @ weight`, whose kernel adds `v @ a`. So no matrix as large as x or the result is written and read again. Kept for
-the backward pass are x and u.
+is `g @ weight`, whose kernel adds `v @ a`. So no matrix as large as x or the result is written and read again. The
+backward pass needs x and u, which are kept.
 
-For high ranks, and where rows must have the same bits in every batch, `u @ b.T` and `v @ a` are products of their own,
+For high ranks, and where rows must have the same bits in every batch, `u @ b.T` and `v @ a` are separate products,
 which the epilogue of the large product adds; see `_in_kernel`.
 
 u and v are (r, M), so that each thin product has r rows, as that of a few tokens with a weight. They are stored with
@@ -71,8 +71,8 @@ def lora_linear(
     Args:
         x: (..., K) in float16, bfloat16, float32 or float64, any strides.
         weight: (N, K), of the same type; dense, or a `gemmery.QuantizedTensor` or `gemmery.SparseTensor`.
-        a: (r, K), of x's type or float32: rounded to x's type for the products. Its gradient is in its own type, from
-            float32 sums. The shape is that of `lora_A.weight` in peft.
+        a: (r, K), of x's type or float32: rounded to x's type for the products. Its gradient has its type, from float32
+            sums. The shape is that of `lora_A.weight` in peft.
         b: (N, r), as a; `lora_B.weight` in peft.
         bias: (N,), as a.
         scale: a number, such as `lora_alpha / r`.
@@ -132,7 +132,7 @@ def lora_linear(
 
 
 def _rows(x: Any) -> Any:
-    """A tensor as a matrix (M, K); None where there is none."""
+    """A tensor as a matrix (M, K); None if there is none."""
     return x if x is None or x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
@@ -147,7 +147,7 @@ class Options(NamedTuple):
 def _composed(
     x: Tensor, weight: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, lora_x: Tensor | None, options: Options
 ) -> Tensor:  # fmt: skip
-    """The same in products of which each is differentiated by itself, for transforms and weights with a gradient."""
+    """The same in products that are differentiated separately, for transforms and weights with a gradient."""
     how: dict[str, Any] = {"precision": options.precision, "batch_invariant": options.batch_invariant}
     # The columns of x are in its order already.
     weight = weight.unpermuted() if isinstance(weight, PackedWeight) else weight
@@ -265,7 +265,7 @@ def _forward(
 def _in_kernel(rank: int, how: How) -> bool:
     """Whether the kernel of the large product adds the thin one.
 
-    For high ranks, its loads from L2 take longer than a product of its own. Kernels differ in the order in which they
+    For high ranks, its loads from L2 take longer than a separate product. Kernels differ in the order in which they
     add.
     """
     return rank <= MOST_RANK and not how.batch_invariant
@@ -324,7 +324,7 @@ def _backward(
     operand: Operand, grad: Tensor, x: Tensor | None, a: Tensor, b: Tensor, u: Tensor | None, bias: Tensor | None,
     scale: float, precision: AskedPrecision, apart: bool, wanted: list[bool],
 ) -> list[Tensor | None]:  # fmt: skip
-    """Gradients of x, a, b, bias and `lora_x`; None for those that are not wanted.
+    """Gradients of x, a, b, bias and `lora_x`; None for those that are not requested.
 
     Args:
         x: what a multiplied; not needed without a's gradient.
@@ -363,7 +363,7 @@ def _run_backward(
 
 
 def _empty(grad: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, wanted: list[bool]) -> list[Any]:
-    """The gradients that are wanted, uninitialised; None for the others."""
+    """The requested gradients, uninitialized; None for the others."""
     x_shape, kind = (grad.shape[0], a.shape[1]), grad.dtype
     shapes: list[Any] = [x_shape, a.shape, b.shape, (b.shape[0],), x_shape]
     types = [kind, a.dtype, b.dtype, kind if bias is None else bias.dtype, kind]
@@ -452,7 +452,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _gradients(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
     own, a, b, u, *weight = ctx.saved_tensors
-    # torch takes a list of numbers for one value, unless it is empty.
+    # torch treats a list of numbers as one value, unless it is empty.
     sizes: list[Any] | None = None if ctx.sizes else []
     parts = [None] * len(weight)
     if grad is None:
@@ -484,7 +484,7 @@ def _no_second(ctx: Any, grads: list[Tensor]) -> None:
 
 
 _WEIGHT = "Tensor[] weight, SymInt[] sizes, str text, Tensor a, Tensor b"
-#: By name: the schema, what runs, and what gives shapes and types alone.
+#: By name: the schema, what runs, and the function that gives only shapes and types.
 _OPERATORS: dict[str, tuple[str, Any, Any]] = {
     "lora_linear": (
         f"(Tensor x, {_WEIGHT}, Tensor? bias, Tensor? lora_x, float scale, str precision, bool batch_invariant) -> "

@@ -217,7 +217,7 @@ def _in_kernel(
 
 
 def _places(op: str, a: Tensor, b: Any) -> int:
-    """Places that the product takes, see `operands.summed.places_of`; 0 where b has a batch."""
+    """Places that the product takes, see `operands.summed.places_of`; 0 if b has a batch."""
     return places_of(a.shape[:-1].numel(), columns_of(op, b)) if b.dim() == 2 else 0
 
 

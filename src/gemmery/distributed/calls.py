@@ -92,7 +92,7 @@ def moved(x: Any, dim: int) -> Any:
 
 
 def as_matrices(dim: int, lead: torch.Size, bias: Any, functions: Functions) -> tuple[Any, Functions] | None:
-    """Bias and functions of a product whose rows become those of one matrix; None where it takes a batch.
+    """Bias and functions of a product whose rows become those of one matrix; None if it takes a batch.
 
     If this depended on strides, ranks could differ.
 

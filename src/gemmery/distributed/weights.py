@@ -61,7 +61,7 @@ def distribute_weight(
     check_parts(f"distribute_weight: {weight!r}", operand, device_mesh, axes)
     if weight.permutation is not None and "K" in axes:
         raise ValueError(
-            f"distribute_weight: the columns of {weight!r} are packed in an order of their own (GPTQ's act-order): it "
+            f"distribute_weight: the columns of {weight!r} are packed in a different order (GPTQ's act-order): it "
             "can be sharded by its rows alone"
         )
     names = [name for name in weight.parts() if name != "permutation"]

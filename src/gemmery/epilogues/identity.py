@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .reads import Path, reads
 
-#: Types whose values never change; not their subclasses, which may have attributes of their own.
+#: Types whose values never change; not their subclasses, which may have other attributes.
 _PLAIN = {
     int, float, bool, complex, str, bytes, type(None), type(...), torch.dtype, torch.device, torch.layout,
     torch.memory_format,
@@ -47,7 +47,7 @@ class Captured:
     """A function with what it takes from outside.
 
     Attributes:
-        key: equal for functions that do the same, tensors aside; None where that can't be known, because the function
+        key: equal for functions that do the same, tensors aside; None if that can't be known, because the function
             uses objects that may change.
         tensors: those it takes from outside, in the order in which they are met.
         count: how many these are.
@@ -114,7 +114,7 @@ def capture(function: Callable[..., Any]) -> Captured:
 
 
 def value_key(value: Any) -> Any:
-    """A hashable stand-in for an argument that is neither a tensor nor a number; None where it may change unseen."""
+    """A hashable stand-in for an argument that is neither a tensor nor a number; None if it may change unseen."""
     walk = _Walk()
     key, _ = walk.value(value)
     return None if walk.tensors else key
@@ -130,7 +130,7 @@ class _Walk:
         self._numbers: dict[int, int] = {}
 
     def value(self, value: Any, name: str = "") -> tuple[Any, Build]:
-        """A hashable stand-in for a value, None where its meaning may change unseen, and what makes it again.
+        """A hashable stand-in for a value, None if its meaning may change unseen, and what makes it again.
 
         Args:
             name: what the user's code calls the value.

@@ -111,10 +111,10 @@ class Program:
         outputs: what it returns, in the function's order.
         tensors: how many tensors it takes: the inputs, then what it writes.
         ahead: the same in two texts, of a function that loads a block of the one matrix that it reads, and of the rest,
-            whose arguments are (args, block); None where it reads none, several, or one of wide elements: two blocks of
+            whose arguments are (args, block); None if it reads none, several, or one of wide elements: two blocks of
             more do not fit into the registers beside the accumulator.
         both: the text of a function that returns the block of the one other matrix that it writes behind its own,
-            instead of storing it; None where it writes none or several, or reads one.
+            instead of storing it; None if it writes none or several, or reads one.
         place: which of the tensors is the matrix that `ahead` loads or `both` returns; None without either.
         whole: whether it needs tiles as wide as the product, since it uses reduced rows again.
         many: whether the function returns a tuple.
@@ -134,7 +134,7 @@ class Program:
 
     @property
     def main(self) -> int | None:
-        """The output that the kernel stores itself; None where the epilogue stores all."""
+        """The output that the kernel stores itself; None if the epilogue stores all."""
         found = (
             i for i, x in enumerate(self.outputs) if x.reduced is None and not x.places and x.same is None
         )

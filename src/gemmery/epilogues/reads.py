@@ -42,7 +42,7 @@ class Reads:
 
     Attributes:
         paths: without repetition, in the order of the code.
-        complete: False where the code also changes something outside, or imports.
+        complete: False if the code also changes something outside, or imports.
     """
 
     paths: tuple[Path, ...]

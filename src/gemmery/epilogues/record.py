@@ -89,7 +89,7 @@ def _picks_by_number(func: Any, args: Any) -> bool:
 def _plain(func: Any) -> Any:
     """The operator that returns what `func` writes to its first argument, or None if it writes nothing.
 
-    The user's function is functionalized, but some operators of torch, such as rms_norm, write to tensors of their own
+    The user's function is functionalized, but some operators of torch, such as rms_norm, write to internal tensors
     below that. `copy_` stays: functionalization ends with it, where the function writes to one of its arguments.
     """
     name = func._schema.name.split("::")[1]

@@ -60,7 +60,7 @@ class Results:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the results are what the kernel stores, each a matrix of its own."""
+        """Whether the results are the matrices that the kernel stores, one per result."""
         copied = any(x.same is not None or x.kept is not None for x in self.program.outputs)
         return self.program.main is not None and not self.reduces and not copied
 

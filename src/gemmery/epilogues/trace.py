@@ -116,14 +116,14 @@ def trace(
     Raises:
         Untraceable: the function looks at data, or its graph depends on the sizes.
     """
-    # In a thread of its own nothing that surrounds the call, such as a mode or autocast, is traced with it.
+    # In a separate thread, the context of the call, such as a mode or autocast, is not traced with it.
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(_trace_alone, function, arguments, rank, odd, device, role, grad).result()
 
 
 def _trace_alone(*arguments: Any) -> tuple[fx.Graph, Sizes]:
     # Backward passes run in a thread of the GPU's, which waits for this one when it is traced from there. A function
-    # that differentiates on its own must not wait for that thread in turn.
+    # that itself differentiates must not wait for that thread in turn.
     with torch.autograd.set_multithreading_enabled(False):
         return _trace(*arguments)
 

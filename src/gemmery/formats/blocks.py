@@ -63,7 +63,7 @@ class Lines(NamedTuple):
         lines: (lines, 3), int32, for each line in the order of visits its number and the range of its steps. The
             longest comes first, so that none is left for the end.
         steps: for each step the block along K.
-        slots: for each step the number of the stored block; None where that is the step's own.
+        slots: for each step the number of the stored block; None if that is the step's own.
     """
 
     lines: Tensor
@@ -152,7 +152,7 @@ class _Kept(NamedTuple):
     """A pattern, and what its indices are known by.
 
     Attributes:
-        version, counter: of the sparse tensor that was looked at last, see `_counter_of`; None where it has none.
+        version, counter: of the sparse tensor that was looked at last, see `_counter_of`; None if it has none.
         numbers: keep the numbers of the storages from later ones.
         ends: forget the pattern when a storage is freed.
     """

@@ -68,7 +68,7 @@ class Code:
         to_values: makes elements of `values` of numbers from -largest to largest, or of integers from -largest - 1.
         to_numbers: makes numbers of elements of `values`, in a type that holds them exactly.
         has_groups: whether groups of columns can have scales.
-        is_nan: says of each element of `values` whether it is NaN; None where there is no such code.
+        is_nan: says of each element of `values` whether it is NaN; None if there is no such code.
     """
 
     name: str

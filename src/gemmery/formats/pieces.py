@@ -137,7 +137,7 @@ def stacked_rows(weights: Sequence[QuantizedTensor]) -> QuantizedTensor:
 
 
 def put_rows(weight: QuantizedTensor, start: int, piece: QuantizedTensor) -> None:
-    """Writes rows that were made by themselves into a weight, from row `start` on, a multiple of 16."""
+    """Writes rows that were made separately into a weight, from row `start` on, a multiple of 16."""
     first = start // packing.STRIP
     inner, given = weight.parts(), piece.parts()
     inner["words"][..., first : first + given["words"].shape[-3], :, :] = given["words"]

@@ -75,10 +75,10 @@ class _Rule:
         sizes: group sizes that can be asked for.
         size: that by default.
         make: gives the weight, of float32 and a request.
-        blocks: the rule with `scale="block"`, where `scale` decides what shares one; None where it is `group_size`.
+        blocks: the rule with `scale="block"`, where `scale` decides what shares one; None if it is `group_size`.
         has_zeros: whether groups can have zero points.
         takes_nan: whether there are codes for what is not finite.
-        rows: a part of so many rows, or of a multiple, can be quantised by itself; 0 where all of a weight shares
+        rows: a part of so many rows, or of a multiple, can be quantised by itself; 0 if all of a weight shares
             something.
     """
 

@@ -90,7 +90,7 @@ class SparseTensor(PackedWeight):
 
     code: str
     group_size: int
-    values: Tensor  # type: ignore[assignment]  # torch's own is for its own sparse tensors
+    values: Tensor  # type: ignore[assignment]  # torch's is for torch's sparse tensors
     metadata: Tensor
     scales: Tensor | None
     permutation = None

@@ -1,4 +1,4 @@
-"""The base of weights that are stored in a form of their own: what they do as tensors of torch."""
+"""The base of weights in a packed form: their behavior as torch tensors."""
 
 from __future__ import annotations
 
@@ -316,7 +316,7 @@ def _to_dense(
     return found
 
 
-#: torch's functions that do something of their own with a packed weight. Those that multiply are added where products
+#: torch's functions that packed weights override. Those that multiply are added where products
 #: are made, in `gemmery.api`.
 TORCH_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]

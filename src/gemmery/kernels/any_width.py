@@ -19,8 +19,8 @@ The ring holds the blocks of X of all stages, then those of Y, and then group pa
 `full` is complete when its blocks have arrived, `free` when all warps have read them. `turn` says which warpgroup may
 multiply. `unused` is complete when no warpgroup reads the ring any more.
 
-A tile goes to memory in parts of 64 rows of X by some of Y, through slots of shared memory. Each warpgroup has some
-slots of its own. A program's last tile has a slot for each part, in the ring.
+A tile goes to memory in parts of 64 rows of X by some of Y, through slots of shared memory. Each warpgroup has its own
+slots. A program's last tile has a slot for each part, in the ring.
 
 An operand has a form, which tells the coordinates of its tensor map: "rows" are (k, row), "turned" is (row, k), where
 adjacent elements lie along the rows, "pairs" are (k, row of 8, half, eight), "packed" is (word, line, strip), see
@@ -29,8 +29,8 @@ come from its two halves in turn, eight at a time, so that both numbers that mak
 "many rows" and "many turned" are for a batch of matrices and have one more coordinate, the number of the matrix.
 "grouped rows" are for an A whose rows are in groups, each multiplied by its own matrix of B; see
 `place.next_tile_of_rows`. "ranged turned" are for operands of which each product of a batch has a range of K. Tiles of
-a batch are not cut along K. "own rows" are for an A of which some rows lie apart and have a tensor map of their own;
-see `shards.arriving_tile`.
+a batch are not cut along K. "own rows" are for an A of which some rows are in separate memory, with a separate tensor
+map; see `shards.arriving_tile`.
 """
 
 from triton.experimental import gluon
@@ -411,7 +411,7 @@ def gemm_any_width(
         scales, shifts: descriptors of a packed weight's group parameters, where it has them. Only their tensor maps
             are used.
         own: descriptor of the rows of A that lie apart, where there are some. Only its tensor map is used.
-        matrix: descriptor of a matrix that the epilogue reads or writes, as `out`; None where there is none. Only its
+        matrix: descriptor of a matrix that the epilogue reads or writes, as `out`; None if there is none. Only its
             tensor map is used.
         units, whole: how many units there are, and how many of them are whole tiles.
         parts, part_k: the number of parts along K into which each other tile is cut, and the size of a part.
@@ -428,17 +428,17 @@ def gemm_any_width(
             K; otherwise ().
         step_args, args: run-time arguments of `scales_of` and of the epilogue.
         workspace: (partials, semaphores): memory for an fp32 tile a part, and zeros, one for each tile that is cut and
-            warpgroup, which are zeros again afterwards. None where no tile is cut.
+            warpgroup, which are zeros again afterwards. None if no tile is cut.
         PLACE: `place.sized_tile`, `place.sized_part` with a workspace, `place.sized_tile_of_batch`,
             `place.next_tile_of_rows`, or `place.sized_tile_of_ranges`.
         READY: waits, given `place_args`, for data that the epilogue reads, see `shards.all_there`; None if there is
             nothing to wait for.
         GROUP_OF: `place.group_of`, or None without groups.
         GIVEN: of the one matrix that the epilogue reads, the number of the parameter that is its tensor map, and its
-            type; None where it reads none.
+            type; None if it reads none.
         SECOND: the same number, where the matrix is a second result; otherwise None.
         KIND, PROMOTES, WIDTHS: see `multiply_steps`.
-        EVERY: rows of A and columns of B that share a scale along K; None where there are no such scales.
+        EVERY: rows of A and columns of B that share a scale along K; None if there are no such scales.
         RING_ROWS: rows of all stages, at least.
         GROUPS: warpgroups that multiply: 1, 2 or 3; 2 with PINGPONG.
         LOOPS: see `finish_tile`.

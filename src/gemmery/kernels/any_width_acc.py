@@ -57,7 +57,7 @@ def columns_of(blocks):
 
 @builtin
 def picked(acc, index, PART, _semantic=None):
-    """Part number `index` of an accumulator's blocks, in registers of its own."""
+    """Part number `index` of an accumulator's blocks, in separate registers."""
     numbers, size = 4 * len(acc.values), value_of(PART) // 2
     cases = [
         "".join(f"mov.b32 ${j}, ${size + first + j};" for j in range(size))

@@ -225,12 +225,12 @@ def finish_tile(
     The last columns may overlap those before. They are then stored twice, with the same bits.
 
     Args:
-        spread: whether each part has a slot of its own, in the ring, where this warpgroup's rows of X were: 64 rows of
+        spread: whether each part has its own slot, in the ring, where this warpgroup's rows of X were: 64 rows of
             X have one in each stage. With a packed weight, whose words are smaller, and with two results, all parts
             lie side by side there. Otherwise parts take the warpgroup's `BUFFERS` in turn.
         first_slot: the first of these slots.
         own_slot: the first of the warpgroup's own.
-        cut: see `summed`; None where no tile is cut.
+        cut: see `summed`; None if no tile is cut.
         taken: parts of the tiles before, where the epilogue reads a matrix; otherwise 0.
         LOOPS: whether a loop runs over the parts. The unrolled code of a long epilogue takes longer to fetch than to
             run.

@@ -51,7 +51,7 @@ def is_any(kind, *forms):
 
 
 def is_apart(X_FORM, Y_FORM):
-    """Whether some rows of an operand have a tensor map of their own."""
+    """Whether some rows of an operand have a separate tensor map."""
     return is_any("own", X_FORM, Y_FORM)
 
 
@@ -71,7 +71,7 @@ def matrix_of(batch, X_FORM, Y_FORM):
 
 @gluon.constexpr_function
 def in_groups(X_FORM, Y_FORM):
-    """Whether A comes in groups of rows, each for a matrix of its own."""
+    """Whether A has groups of rows, each with its own matrix."""
     return X_FORM.startswith("grouped") or Y_FORM.startswith("grouped")
 
 
@@ -446,7 +446,7 @@ def load_steps(
         x_box, y_box: rows that the tensor maps load at a time.
         x_size, y_size: bytes that a step loads of X, with its group parameters, and of Y. Rows that two boxes load
             count twice.
-        streams: 1 where X is the first to leave L2, 2 where Y is, 0 where neither is.
+        streams: 1 where X is the first to leave L2, 2 where Y is, 0 if neither is.
         batch: the number of the matrix, in a batch; or the end of the range of K; or `shards.arriving_tile`'s mark.
         STEP: elements along K of a step.
         FORMAT: see `multiply_steps`.

@@ -117,12 +117,12 @@ def _step(sums, KIND, turned):
 
 
 def _promoted_step(sums, KIND, spans):
-    """As `_step`, but the products have registers of their own, which are then added to the accumulator.
+    """As `_step`, but the products have separate registers, which are then added to the accumulator.
 
     Other warpgroups multiply meanwhile.
 
     Args:
-        spans: how many spans of columns a tile can touch, see `scales_of`; 0 where there are no scales.
+        spans: how many spans of columns a tile can touch, see `scales_of`; 0 if there are no scales.
     """
     own = [
         [f"n{len(registers) * row + i}" for i in range(len(registers))] for row, registers in enumerate(sums)
@@ -222,7 +222,7 @@ def multiply_steps(
         X_ROWS, FIRST: rows of X in a stage, and the first of the warpgroup's.
         KIND: the types of X and of Y, as PTX names them, with a point between them.
         scales: what `scales_of` gives for steps that are multiplied by scales, which are promoted; (), where none is.
-        PROMOTES: whether each step is summed by itself and then added. Tensor cores sum fp8 with 14 bits.
+        PROMOTES: whether each step is summed separately and then added. Tensor cores sum fp8 with 14 bits.
         FORMAT: of a packed or sparse weight, which is X; see `any_width_stage.Stage`. Otherwise None.
         X_FORM, Y_FORM: how the operands lie.
         WIDTHS: what `width` may be, in the order of the code for each.

@@ -26,7 +26,7 @@ EACH = gl.constexpr(64)
 
 @builtin
 def put(at, value, _semantic=None):
-    """Stores numbers in shared memory, each at an address of its own."""
+    """Stores numbers in shared memory, each at its own address."""
     gl.inline_asm_elementwise(
         "st.shared.b32 [$1], $2; mov.b32 $0, 0;", "=r,r,r", [at, value], dtype=gl.int32, is_pure=False, pack=1,
         _semantic=_semantic,
@@ -43,7 +43,7 @@ def got(at, _semantic=None):
 
 @gluon.jit
 def lengths_of(ranges, offs, count, K):
-    """The lengths of some ranges, and -1 where there is none."""
+    """The lengths of some ranges, and -1 if there is none."""
     begins = gl.load(offs + ranges - 1, mask=(ranges > 0) & (ranges < count), other=0)
     ends = gl.load(offs + ranges, mask=ranges < count, other=0)
     begins, ends = gl.maximum(gl.minimum(begins, K), 0), gl.minimum(ends, K)

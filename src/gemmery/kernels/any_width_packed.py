@@ -33,7 +33,7 @@ class StageFormat(NamedTuple):
 
     Attributes:
         code, bits: which number a code stands for, and how long it is; see `formats.base.Format`.
-        group: numbers along K that share group parameters, a power of two; 0 where there are none.
+        group: numbers along K that share group parameters, a power of two; 0 if there are none.
         shifts: "zeros", "offsets" or "" for nothing.
         zero: the code that stands for 0, where there are no zero points.
     """
@@ -138,7 +138,7 @@ class StageFormat(NamedTuple):
     ) -> str:  # fmt: skip
         """See `Stage.steps`; X is unpacked on the way.
 
-        A step is multiplied in pieces, each of which has registers of its own, one or two pieces at a time. Their
+        A step is multiplied in pieces with separate registers, one or two pieces at a time. Their
         registers are overwritten while the products of the other pieces are under way. In another order, or with a
         first step that is not apart, the assembler of Triton 3.8 and older ones makes the products wait for each other.
 

@@ -225,7 +225,7 @@ class SparseStage(NamedTuple):
         """See `Stage.steps`.
 
         Args:
-            promotes: whether each round is summed by itself and then added. It has as many numbers that are multiplied
+            promotes: whether each round is summed separately and then added. It has as many numbers that are multiplied
                 as a step of dense fp8.
         """
         own, kind = range(len(sums)), KIND.split(".")[0]

@@ -92,7 +92,7 @@ class Stage(Protocol):
             sums: for each 64 rows of X the registers of the accumulator.
             KIND: see `any_width_loop.multiply_steps`.
             turned: whether adjacent elements of Y lie along its rows.
-            promotes: whether the products of some steps are summed by themselves and then added.
+            promotes: whether the products of some steps are summed separately and then added.
             rows: of X in a stage.
             arrived: assembly that waits for a stage.
             release: gives assembly that releases a stage, of which a register has the address of its barrier.

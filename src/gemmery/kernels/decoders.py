@@ -25,7 +25,7 @@ multiplies the sum by it. Powers of two are exact, so nothing else changes.
 On Hopper, wgmma reads its left operand from registers while the program goes on, and Triton (3.6 to 3.9) computes the
 next step's operand without waiting for that. A decoder therefore begins with a wait for the products that may still
 read the registers that it will write: all but the last `WAIT`. Since each part of a step has its own wait, most of the
-work is done while the products of the step before are under way.
+work is done while the products of the step before are in flight.
 
 A decoder's PTX is declared pure, since the compiler moves the layout of a dot's operand only through pure operations.
 So the compiler may move a wait to a later place, where more products are in flight, but not after the use of the

@@ -193,7 +193,7 @@ def gemm_tiles(
     Args:
         b_rest, out_rest: b and out again, with descriptors for blocks of `REST_N` columns.
         b_scales, b_shifts: the group parameters of b if it has packed numbers, see `packed`; otherwise None.
-        workspace: (partials, semaphores), or None where tiles are not cut.
+        workspace: (partials, semaphores), or None if tiles are not cut.
         PART: where tiles are cut, which part of which tile a program has; otherwise not used.
         RAGGED: "rows" where PLACE is `place.tile_of_rows`, "k" where it is `place.part_of_ranges`, otherwise "". The
             host does not know the groups, so it starts as many programs as there can be units. Rows after the last

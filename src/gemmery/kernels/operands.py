@@ -12,7 +12,7 @@ and leave what is outside the matrix alone. `shape` is (rows, cols) of one matri
 `batch` the running number of a matrix in it, and `strides` is (steps, stride_row, stride_col), where `steps` has one
 entry a batch dimension, negated: Triton 3.6 fails on a nested tuple in which an integer is 1. `x` is a pointer for the
 strided functions, with strides in elements, and a tensor descriptor for the others, with a step of -1 per batch
-dimension, or 0 where the operand is broadcast.
+dimension, or 0 if the operand is broadcast.
 """
 
 import triton

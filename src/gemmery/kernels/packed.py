@@ -260,7 +260,7 @@ def load_packed(
     Args:
         UNPACK: `unpack`, made for the format.
         PER: numbers in a word.
-        GROUP: rows (of K) that share a scale; 0 where none do.
+        GROUP: rows (of K) that share a scale; 0 if none do.
         TMA: whether x has tensor descriptors.
     """
     EVERY: tl.constexpr = GROUP if GROUP > 0 else ROWS

@@ -120,7 +120,7 @@ def quantize_lines(
     LARGEST: tl.constexpr, EXPONENT: tl.constexpr, DTYPE: tl.constexpr, LINES: tl.constexpr, COLS: tl.constexpr,
     WHOLE: tl.constexpr, DOWN: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Each line with a scale of its own, one program a block of lines; of `WHOLE` lines each element is read once.
+    """Each line has its own scale, and a program computes a block of lines; each element of `WHOLE` lines is read once.
 
     Longer lines are read twice, the second time from a cache. For `EXPONENT` see `line_scale`.
     """
@@ -172,7 +172,7 @@ def quantize_known(
     """Lines whose largest magnitudes are known: one a row, or, of all together, the largest of the `found` maxima.
 
     Args:
-        FOUND: a power of two that is not below `found`; 0 where there is one a row.
+        FOUND: a power of two that is not below `found`; 0 if there is one a row.
     """
     line, places, inside = find_lines(tl.program_id(0), rows, groups, LINES, DOWN)
     starts = find_rows(x, line, M, sizes, strides)

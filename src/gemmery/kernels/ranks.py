@@ -223,7 +223,7 @@ def places_of(
     cols = column + numbers_along(acc, 1)
     in_half = col + cols % COLS
     inside = (rows // 8 * 8 < shape[0])[:, None] & (in_half < shape[1])[None, :]
-    # Of `shape`, some kernels pass on where their own columns end. Each half begins with squares of its own.
+    # Of `shape`, some kernels pass on where their own columns end. Each half begins with separate squares.
     half = (N + 15) // 16
     square = (rows // 8 * (2 * half))[:, None] + (in_half // 8 + cols // COLS * half)[None, :]
     cols = in_half

@@ -201,7 +201,7 @@ def gemm_sliced_k(
         strips: of a tile.
         chunk, buffers, groups, strip_bytes: see `multiply_strips`.
         workspace: (partials, semaphores): memory for an fp32 tile a part, and zeros, one for each tile, which are zeros
-            again afterwards. None where no tile is cut.
+            again afterwards. None if no tile is cut.
         PLACE: `place.single_tile`, or `place.split_tile` with a workspace.
         FORMAT, KIND, BUNDLE, SPANS, SLOTS, X_BYTES: see `multiply_strips`.
         BYTES: of shared memory, in all; whole KiB.

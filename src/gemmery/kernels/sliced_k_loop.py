@@ -6,7 +6,7 @@ chunks, whose activations are in shared memory. They divide the units of each ch
 has a range of units, of one bundle or of two. These bundles are the same in every chunk, since they depend only on the
 ratio of bundles to warps.
 
-A warp has slots of its own for the words of its next units, and does not wait for other warps'. Words and activations
+A warp has its own slots for the words of its next units, and does not wait for other warps'. Words and activations
 are copied by `cp.async.bulk`, which takes the hint that words are read once. They then leave L2 first, before data
 that is still to be written back to memory. PTX has the same hint for `cp.async`, but an H200 fails there with an
 illegal instruction.

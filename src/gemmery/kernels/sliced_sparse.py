@@ -271,7 +271,7 @@ def gemm_sliced_sparse(
         part_k: K in a part of a tile; ignored where none is cut.
         x_row, out_row, out_col: strides of the activations' rows, and of the output.
         blocks, steps: times 32 rows, and times 32 columns, that the weight has in memory.
-        workspace: see `kernels.gemm`; None where no tile is cut.
+        workspace: see `kernels.gemm`; None if no tile is cut.
         PLACE: `place.single_tile`, or `place.split_tile` with a workspace.
         KIND: the type of the numbers, as PTX names it.
         ROWS: of a tile.

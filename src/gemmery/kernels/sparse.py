@@ -172,7 +172,7 @@ def load_sparse(
         PAIRED: see `own_rows`.
         DECODE: a decoder, see above.
         EACH: columns of which one of the values has the kept numbers.
-        GROUP: rows (of K) that share a scale; 0 where none do.
+        GROUP: rows (of K) that share a scale; 0 if none do.
         DTYPE: of the matrix, as a text. Kept numbers of fp8 are loaded as integers.
     """
     values, metadata, scales = x

@@ -351,7 +351,7 @@ def multiply_packed(
     Args:
         step_args: what `load` takes; it has come with the stage.
         UNPACK: `packed.unpack`, made for the format, whose words hold `PER` numbers.
-        GROUP: numbers along K that share a scale; 0 where none do.
+        GROUP: numbers along K that share a scale; 0 if none do.
     """
     a_blocks, _, _, _, full, free = ring
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
@@ -581,10 +581,10 @@ def gemm_specialized(
             warpgroup's part of the output.
         place_args, step_args, args: run-time arguments of PLACE and TAIL_PLACE, of MULTIPLY, and of the epilogue.
         workspace: (partials, semaphores): memory for an fp32 tile a part, and zeros, one a cut tile and warpgroup that
-            finishes a piece of it, which are zeros again afterwards. None where no tile is cut.
+            finishes a piece of it, which are zeros again afterwards. None if no tile is cut.
         CAST: `cast(value, dtype)` rounds what the epilogue returns.
-        PER: numbers in a word of B, 0 where it is not packed.
-        GROUP: numbers along K with one scale, 0 where there are none.
+        PER: numbers in a word of B, 0 if it is not packed.
+        GROUP: numbers along K with one scale, 0 if there are none.
         STREAM: whether B is read once and leaves L2 first.
         ROTATE: whether columns of tiles begin at different steps along K; see `load`.
         TURNS: whether warpgroups take turns along K.

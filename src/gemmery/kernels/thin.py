@@ -277,7 +277,7 @@ def with_product(
             columns and their stride; and the epilogue's own. With AHEAD a pair of these and of what the epilogue has
             read ahead.
         WIDE_STRIDES: whether an offset within a block can pass 2^31 elements.
-        WORDS: see `multiply_fragments`; 0 where threads can load neither 2 nor 4.
+        WORDS: see `multiply_fragments`; 0 if threads can load neither 2 nor 4.
         SOURCE: identifies the version of this file, which writes assembly.
     """
     read = None

@@ -18,7 +18,7 @@ def unpack_weight(
         packed, strides, sizes: what `LOAD` takes as `x`, `strides` and `sizes`; it loads (ROWS, COLS) blocks of (K, N).
         channel: a float32 number for each row of N, or one for all, or None.
         FACTOR: a power of two, by which what `LOAD` gives is multiplied.
-        PER_ROW: whether each row of N has a `channel` of its own.
+        PER_ROW: whether each row of N has its own `channel`.
     """
     across = tl.cdiv(K, ROWS)
     blocks = tl.cdiv(N, COLS) * across

@@ -119,7 +119,7 @@ def abstract_problem(
     if batch:
         raise ValueError("batch is not supported with a packed weight, scales or an epilogue")
     if weight and scales:
-        raise ValueError("a packed weight has scales of its own: give weight or scales")
+        raise ValueError("a packed weight contains scales: give weight or scales, not both")
     kind = kind_named(dtype)
     if kind.precision != "ieee" and epilogue and kind.precision not in device.target.precisions:
         raise ValueError(f"{device.name} has no {dtype}")

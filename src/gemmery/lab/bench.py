@@ -137,7 +137,7 @@ def run_suite(
 
     Args:
         name: of the suite, see `suites.names`.
-        dtype: of `suites.DTYPES`, for rows that do not have one of their own; `MIXED` where all have.
+        dtype: of `suites.DTYPES`, for rows without one; `MIXED` if all have one.
         regimes: some of `timing.REGIMES`.
         rounds: per row and regime.
         ours, peers: the methods; the vendor's BLAS is the peer by default.
@@ -208,7 +208,7 @@ class Request:
         suites: names, or "all" for every suite that is not part of another.
         shapes: texts such as 64x4096x4096: products of a Linear of these sizes, (M, K) by a weight (N, K), measured
             like a suite.
-        dtypes: for rows that have none of their own.
+        dtypes: for rows without one.
         against: names of `PEERS`.
         regimes: of `timing.REGIMES`; those of the suite if empty.
         steady_rows: of each suite; None for all.
@@ -237,7 +237,7 @@ class Run:
     """One suite in one type, and where its result goes.
 
     Attributes:
-        drawn: the seed that the rows were drawn from; None where they are the suite's own.
+        drawn: the seed that the rows were drawn from; None if they are the suite's own.
     """
 
     suite: str

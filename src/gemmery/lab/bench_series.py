@@ -70,7 +70,7 @@ def methods_of(result: Result) -> list[str]:
 
 
 def seconds(name: str, x: float, row: Mapping[str, Any], regime: str, method: str) -> Mark | None:
-    """A row's time; None where the method was not measured in this regime."""
+    """A row's time; None if the method was not measured in this regime."""
     if method not in row["summary"].get(regime, {}).get("us", {}):
         return None
     figures = row["summary"][regime]

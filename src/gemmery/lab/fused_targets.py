@@ -81,7 +81,7 @@ class Fused:
         sparse: of a 2:4 sparse weight the code of kept numbers of 8 bits or 4, or "". With a dtype of fp8 rows of both
             operands have scales.
         group: columns of a sparse weight of int4 that share a scale, or 0.
-        step: columns of both factors that share a scale; 0 where there are none that change along K.
+        step: columns of both factors that share a scale; 0 if there are none that change along K.
         ranks: over how many GPUs the product is summed, or its rows come from.
         spread: what of several ranks the product is: their "sum", of "all rows", of "all rows, own apart", where those
             of a rank lie apart, or of the "own rows" of a sum.
@@ -213,7 +213,7 @@ def _operands(name: str, dtype: str, rows: int, size: int) -> tuple[Any, Any, Te
 
 
 def _spread(x: Tensor, columns: int, how: Fused) -> SummedOver | ArrivingRows:
-    """The first operand of a product of several ranks; each tensor an object of its own, as launches have them."""
+    """The first operand of a product of several ranks; each tensor is a separate object, as in a launch."""
     rows, failed, patience = x.shape[0], 1 << 40, 1 << 20
 
     def numbers(*shape: int) -> Tensor:

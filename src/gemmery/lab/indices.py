@@ -274,8 +274,8 @@ def schedule_of(
     """The schedule of a tile of one's own, of a config, or by default of the config that gemmery chooses.
 
     Args:
-        tile: rows, columns and step along K, any numbers, each tile for a program of its own.
-        group_size: rows of tiles in a band; by default the config's, or 8 for a tile of one's own.
+        tile: rows, columns and step along K, any numbers, with one program per tile.
+        group_size: rows of tiles in a band; by default the config's, or 8 for a given tile.
 
     Raises:
         ValueError: there are both a tile and a config, the config does not suit the problem, or gemmery has no kernel

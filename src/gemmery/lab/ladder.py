@@ -94,7 +94,7 @@ def read_record(text: str) -> Record:
 
 
 def run_rung(number: int, path: Path, say: Callable[[str], object] = lambda line: None) -> Record | Failure:
-    """Run one rung in a process of its own: whether kernels are interpreted holds for a whole process.
+    """Run one rung in a separate process, because a process interprets all kernels or none.
 
     Args:
         number: the rung's number.

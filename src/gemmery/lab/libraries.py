@@ -51,7 +51,7 @@ def _format(inputs: Inputs, *known: str) -> tuple[str, int]:
     if name not in known:
         raise Unsuited(f"is measured on weights in {', '.join(known)}")
     if row.epilogue:
-        raise Unsuited("has nothing fused behind the product")
+        raise Unsuited("has no epilogue")
     return name, row.K if group is None else group
 
 
@@ -111,7 +111,7 @@ def torchao(inputs: Inputs) -> Call:
 
 @functools.cache
 def _gemlite() -> Any:
-    """gemlite with what it ships for the H100 on an H200, which has the same multiprocessors and no file of its own."""
+    """gemlite with what it ships for the H100 on an H200, which has the same multiprocessors and no separate file."""
     module = _imported("gemlite")
     if "H200" in torch.cuda.get_device_name():
         file = Path(module.__file__).parent / "configs" / "h100.json"

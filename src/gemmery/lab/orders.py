@@ -48,10 +48,10 @@ class Launch:
         programs: how many tiles are computed at once; a wave.
         l2: bytes of the cache.
         itemsize: bytes of an element of A and B.
-        config: what gemmery chooses for the product; None where the tile was given.
-        schedule: what each program of that config computes; None where the tile was given.
+        config: what gemmery chooses for the product; None if the tile was given.
+        schedule: what each program of that config computes; None if the tile was given.
         notes: what the figures leave out, in sentences.
-        arithmetic: seconds of the product's operations at the datasheet's rate; 0 where the tile was given.
+        arithmetic: seconds of the product's operations at the datasheet's rate; 0 if the tile was given.
     """
 
     M: int
@@ -256,7 +256,7 @@ class Comparison:
 
     @property
     def reason(self) -> str:
-        """Why the chosen group size is not the one with the least traffic; "" where it is, or nothing was chosen."""
+        """Why the chosen group size is not the one with the least traffic; "" if it is, or nothing was chosen."""
         it = self.launch
         if it.config is None:
             return ""

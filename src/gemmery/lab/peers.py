@@ -210,7 +210,7 @@ def seed(inputs: Inputs) -> Call:
     """The tutorials' own kernels: rung 8, with descriptors, where it takes the operands, else the autotuned rung 6."""
     a, b, out = inputs.a, inputs.b, inputs.out
     if inputs.row.batch or inputs.row.epilogue or inputs.row.quantized:
-        raise Unsuited("the tutorials multiply two plain matrices, no batches, with nothing behind them")
+        raise Unsuited("the tutorials multiply two plain matrices, without batches or epilogues")
     calls: tuple[Call, ...] = (
         lambda: _rung(8).matmul(a, b.mT, out),
         lambda: _rung(6).matmul(a, b, out),

@@ -157,7 +157,7 @@ class FusedCost:
 
 
 def fused_costs(rows: Sequence[Mapping[str, Any]], regime: str, ours: str = OURS) -> list[FusedCost]:
-    """The cost of each fused row of a suite that has its bare product as a row of its own, measured in `regime`."""
+    """The cost of each fused row of a suite whose bare product is another row, measured in `regime`."""
 
     def product(row: Mapping[str, Any]) -> tuple[Any, ...]:
         return tuple(row.get(name) for name in ("M", "N", "K", "dtype", "weight", "scales"))
@@ -175,7 +175,8 @@ def fused_costs(rows: Sequence[Mapping[str, Any]], regime: str, ours: str = OURS
     return costs
 
 
-#: Rounds are in two groups where our times have a gap of over this part, with so many rounds at least on either side.
+#: Rounds are in two groups if our times have a gap larger than this part, with at least this number of rounds on each
+#: side.
 GAP, LEAST_ROUNDS = 0.04, 2
 
 
@@ -191,7 +192,7 @@ def row_round(rounds: Sequence[Round], peers: Sequence[str], ours: str = OURS) -
 
 
 def two_groups(rounds: Sequence[Round], ours: str = OURS) -> tuple[list[float], list[float]] | None:
-    """Our times, ascending, in two groups, see `GAP`; None where they are one.
+    """Our times, ascending, in two groups, see `GAP`; None if they are one.
 
     A GPU has more than one clock, and a row that was measured at two of them has a median that says little.
     """

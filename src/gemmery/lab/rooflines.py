@@ -22,7 +22,7 @@ from .prediction import predict, recorded
 from .prediction.calibration import mark_of
 from .suites import Row
 
-#: Names of types with a rate of their own, and what the rate is called.
+#: Names of types with a rate, and the name of the rate.
 UNITS = {
     "bf16": "bf16, fp16", "tf32": "TF32", "fp32": "fp32", "fp64": "fp64", "fp8": "fp8", "int8": "int8",
 }  # fmt: skip
@@ -83,7 +83,7 @@ class Point:
         intensity: operations per byte of the least traffic.
         flops: operations.
         roofline: seconds that the datasheet allows.
-        predicted: seconds by "gemmery" and "cublas"; None where there is no such product.
+        predicted: seconds by "gemmery" and "cublas"; None if there is no such product.
         measured: the same where a result has it, see `results.row_round`; spread: least and largest.
     """
 
@@ -109,7 +109,7 @@ class Rooflines:
 
     @property
     def mark(self) -> str:
-        """That nothing was measured on the GPU; "" where something was."""
+        """That nothing was measured on the GPU; "" if something was."""
         return mark_of(self.device)
 
     def asdict(self) -> dict[str, Any]:
@@ -168,7 +168,7 @@ def roof_of(device: Device, dtype: str) -> Roof:
 
 
 def roofs_of(device: Device) -> Iterator[Roof]:
-    """The rooflines of a GPU; a type that has no units of its own has none."""
+    """The rooflines of a GPU; a type without units has none."""
     own = {"bf16": device.fp16, "tf32": device.tf32, "fp32": device.fp32, "fp64": device.fp64, "fp8": device.fp8,
            "int8": device.int8}  # fmt: skip
     return (roof_of(device, dtype) for dtype, rate in own.items() if rate)
@@ -185,7 +185,7 @@ def rooflines(
 
     Args:
         shapes: M, N and K of products with a weight (N, K) in `dtype`.
-        suite_names: suites whose rows are shown; rows without a type of their own are in `dtype`.
+        suite_names: suites whose rows are shown; rows without a type are in `dtype`.
         results: a folder of results, of which those of this GPU are shown; None for predictions alone.
 
     Raises:

@@ -34,10 +34,10 @@ EPILOGUES = ("swiglu", "bias", "bias_gelu", "bias_gelu_tanh", "bias_relu_squared
 CALLS = ("matmul_out", "matmul", "linear", "plan")
 #: The default number of an int4 weight's numbers that share a scale.
 GROUP = 128
-#: Formats of packed weights, each with how many numbers share a scale where the row does not say; None for as many as
-#: the format has by itself.
+#: Formats of packed weights, each with how many numbers share a scale where the row does not say; None for the format's
+#: default.
 WEIGHTS = {"int4": GROUP, "int8": None, "e4m3": None, "e5m2": None, "mxfp4": None, "nvfp4": None, "nf4": None}
-#: Formats of 2:4 sparse weights, of 16 bits or with codes of their own. No suite has them; see `benchmarks/sparse.py`.
+#: Formats of 2:4 sparse weights, of 16 bits or with codes. No suite has them; see `benchmarks/sparse.py`.
 SPARSE_WEIGHTS = ("2:4", "2:4-int8", "2:4-e4m3", "2:4-int4")
 #: The elements that share a scale if both operands have 8 bits: all, a row, blocks (1 × 128 of A, 128 × 128 of B), or
 #: 32 columns of fp8 (MXFP8).
@@ -58,12 +58,12 @@ class Row:
     Attributes:
         batch: sizes of the leading dimensions, () for a single product.
         a, b, out: layouts or orders; b "col" is a Linear's weight, given as (N, K) row-major.
-        dtype: of `DTYPES`; None where the suite is run in any.
+        dtype: of `DTYPES`; None if the suite is run in any.
         call: of `CALLS`.
         batch_invariant: whether ours is asked for results that do not depend on M.
         epilogue: of `EPILOGUES`, or "" for a bare product.
-        weight: B's format, of `WEIGHTS`, "int4/32" with a scale for 32; "" where B is no packed weight.
-        scales: of `SCALES`, or "" where the operands have none.
+        weight: B's format, of `WEIGHTS`, "int4/32" with a scale for 32; "" if B is no packed weight.
+        scales: of `SCALES`, or "" if the operands have none.
     """
 
     name: str
@@ -88,7 +88,7 @@ class Row:
 
     @property
     def packing(self) -> tuple[str, int | None]:
-        """The weight's format, and how many numbers share a scale; None for as many as the format has by itself."""
+        """The weight's format, and how many numbers share a scale; None for the format's default."""
         name, _, group = self.weight.partition("/")
         return name, int(group) if group else WEIGHTS[name]
 
@@ -244,7 +244,7 @@ def names() -> list[str]:
 
 
 def source(name: str) -> str:
-    """The suite that a suite is part of; its own name where it is none."""
+    """The suite that contains a suite; its own name if none does."""
     return PARTS[name][0] if name in PARTS else name
 
 

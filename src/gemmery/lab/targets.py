@@ -217,7 +217,7 @@ def _unfit(took: Usage, device: Any) -> tuple[str, ...]:
 
 
 def expected(name: str, case: Case, config: Any) -> tuple[str, ...]:
-    """The matrix instructions, one of which a kernel must contain; none where the target has no unit for the type."""
+    """The matrix instructions, one of which a kernel must contain; none if the target has no unit for the type."""
     from .. import schedules
     from ..devices import ARCHS
 
@@ -259,7 +259,7 @@ def check_here(name: str, everything: bool) -> list[Report]:
 
 
 def check(name: str, everything: bool) -> list[dict[str, Any]]:
-    """Compile and check all of a target's cases in a process of their own; returns its reports as dicts."""
+    """Compile and check all of a target's cases in a separate process; returns its reports as dicts."""
     command = [
         sys.executable,
         "-m",

@@ -132,7 +132,7 @@ def problem_of_row(row: Row, kind: Kind, device: Device) -> Problem:
 
 
 def gpu_here() -> Device | None:
-    """The current GPU's row of the device table; None where there is no GPU, or kernels are interpreted."""
+    """The current GPU's row of the device table; None if there is no GPU, or kernels are interpreted."""
     if devices.INTERPRETED or not torch.cuda.is_available():
         return None
     return devices.current(torch.device("cuda"))

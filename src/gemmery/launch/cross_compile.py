@@ -85,7 +85,7 @@ def compiling_for(name: str) -> Iterator[None]:
 
 
 def _active() -> Any:
-    """The driver of this process, or None where there is no GPU."""
+    """The driver of this process, or None if there is no GPU."""
     from triton.backends import backends
     from triton.runtime import driver
 

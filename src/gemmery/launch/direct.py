@@ -43,7 +43,7 @@ class Fixed(Protocol):
         kernel: the `@triton.jit` function.
         grid: programs along x, y, z.
         takes_numbers: whether numbers come with every launch.
-        split: how tiles are cut along K; None where there is no workspace.
+        split: how tiles are cut along K; None if there is no workspace.
         workspace_size: see `Binding.workspace_size`.
     """
 

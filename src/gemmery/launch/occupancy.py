@@ -22,7 +22,7 @@ class Occupancy:
     """The programs that run on one multiprocessor (a compute unit on AMD) at a time.
 
     Attributes:
-        programs: of the kernel; 0 where not even one fits.
+        programs: of the kernel; 0 if not even one fits.
         warps: of these programs.
         most: warps that a multiprocessor can hold.
         limits: the number of programs that each resource would allow, by its name.

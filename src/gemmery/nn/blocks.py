@@ -98,7 +98,7 @@ class PackedGatedMLP(nn.Module):
         return f"{self.original}, activation={self.activation.name}"
 
     def halves(self) -> dict[str, QuantizedLinear]:
-        """`gate_proj` and `up_proj` as layers of their own, which are copies."""
+        """`gate_proj` and `up_proj` as separate layers, which are copies."""
         layer = self.gate_up_proj
         rows = layer.out_features // 2
         places = ((0, rows), (rows, 2 * rows))

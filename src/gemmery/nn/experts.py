@@ -194,7 +194,7 @@ class Experts(nn.Module):
         }  # fmt: skip
 
     def _main_grad(self, name: str) -> Tensor | None:
-        """The tensor to which a weight's gradient is added; None where autograd has it, or there is none."""
+        """The tensor to which a weight's gradient is added; None if autograd has it, or there is none."""
         weight = getattr(self, name)
         if not self.fuse_wgrad_accumulation or not weight.requires_grad or not torch.is_grad_enabled():
             return None

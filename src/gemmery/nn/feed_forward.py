@@ -1,4 +1,4 @@
-"""A whole feed-forward block, two layers and what is between them, with a gradient of its own.
+"""A whole feed-forward block, two layers and the activation between them, with its own gradient.
 
 `down(f(up(x)))` takes two kernels. Its backward pass takes one for each gradient of an operand and no more: the product
 that makes the gradient of the hidden values goes on, in its epilogue, to that of the first product, and computes the

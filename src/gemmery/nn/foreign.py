@@ -17,7 +17,7 @@ from ..formats.weight import PackedWeight
 from .linear import own_code
 from .quantized import QuantizedLinear
 
-#: Parts of names of classes whose kernels store a weight in an order of their own.
+#: Parts of names of classes whose kernels store a weight in a backend-specific order.
 _REPACKED = (
     "marlin", "exllama", "machete", "bitblas", "gemv", "ipex", "qbits", "hf_kernel", "hfkernel", "cutlass",
 )  # fmt: skip
@@ -114,7 +114,7 @@ def _grouped(module: nn.Module) -> QuantizedTensor:
     handle = next((x for x in ("q_handle", "q4") if getattr(module, x, None) is not None), None)
     if handle is not None or any(part in name.lower() for part in _REPACKED):
         raise ValueError(
-            f"the kernel of {name} stores the weight in an order of its own; load it with another backend"
+            f"the kernel of {name} stores the weight in a backend-specific order; load it with another backend"
         )
     version = getattr(module, "qzero_format", None)
     second = version() == 2 if callable(version) else False

@@ -41,7 +41,7 @@ class FusedProduct:
 def activated_product(
     name: str, layer: nn.Module, act: Activation, module: Callable[[Tensor], Tensor]
 ) -> FusedProduct | None:
-    """Of a layer and a module that computes `act`; None where calling them may do something else."""
+    """Of a layer and a module that computes `act`; None if calling them may do something else."""
     if not (is_plain(layer) and computes(module, act)):
         return None
     return FusedProduct.of((name,), layer, layer.weight, layer.bias, act.alone)

@@ -169,7 +169,7 @@ def _post_norm(module: nn.Module) -> Any:
 
 
 def _apply_gate_of(module: nn.Module) -> Any:
-    """The function `_apply_gate` of a module's class; None where the module has one of its own."""
+    """The function `_apply_gate` of a module's class; None if the module defines its own."""
     if "_apply_gate" in module.__dict__:
         return None
     if isinstance(module, FusedExperts):

@@ -28,7 +28,7 @@ _NAMES = {"dtype", "to", "torch", "float32", "pow", "mean", "rsqrt", "variance_e
 class FusedRMSNorm(nn.Module):
     """Hugging Face's `weight * (x / sqrt(mean(x ** 2) + eps))` as one kernel, `torch.nn.functional.rms_norm`.
 
-    Made by `gemmery.nn.swap`. It rounds once, behind the weight, where the original also rounds before it.
+    Made by `gemmery.nn.swap`. It rounds once, after the weight; the original also rounds before it.
 
     Attributes:
         weight: (N,), the original's.

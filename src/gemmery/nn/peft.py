@@ -165,7 +165,7 @@ class LoraLinear(lora_layers.Linear):  # type: ignore[misc]  # peft has no types
         return names
 
     def _dropped(self, name: str, x: Tensor) -> Tensor | None:
-        """x behind an adapter's dropout; None where it stays as it is."""
+        """x after an adapter's dropout; None if there is no dropout."""
         dropout = self.lora_dropout[name]
         stays = isinstance(dropout, nn.Identity) or (
             isinstance(dropout, nn.Dropout) and not (dropout.training and dropout.p)

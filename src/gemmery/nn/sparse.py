@@ -271,7 +271,7 @@ class _Pruned:
     """A pruned weight, and the dense weight that it is from.
 
     Attributes:
-        weight, address, version, method: of the dense weight, and how it was pruned; the version is None where
+        weight, address, version, method: of the dense weight, and how it was pruned; the version is None if
             it is not known.
         forward: (N, K).
         backward: its transpose, (K, N), if that is 2:4 as well.

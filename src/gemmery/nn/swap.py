@@ -471,7 +471,7 @@ def is_linear(module: nn.Module) -> bool:
     return not holds and all(isinstance(size, int) for size in sizes)
 
 
-#: torch's modules that multiply by weights of their own and are no linear layers.
+#: torch's modules that contain weights to multiply by, and are no linear layers.
 _OTHERS = (nn.Bilinear, nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)
 
 

@@ -384,7 +384,7 @@ def _is_skipped(path: str, pattern: str) -> bool:
 
 @functools.cache
 def _malloc_trim() -> Any:
-    """glibc's function; None where there is another C library."""
+    """glibc's function; None if there is another C library."""
     try:
         return getattr(ctypes.CDLL(None), "malloc_trim", None)
     except (OSError, TypeError):

@@ -32,7 +32,7 @@ class Layout:
 
     Attributes:
         dtype: element type.
-        steps: one stride for each dimension of the problem's batch, 0 where the matrix is shared.
+        steps: one stride for each dimension of the problem's batch, 0 if the matrix is shared.
         row: distance from one row to the next.
         col: distance from one column to the next.
         aligned: whether the first element's address is a multiple of 16 bytes.
@@ -128,7 +128,7 @@ class Spec(Layout):
 
     @property
     def note(self) -> str:
-        """A note for a problem's description, behind the epilogue."""
+        """A note for a problem's description, after the epilogue."""
         return ""
 
     @property
@@ -522,8 +522,7 @@ class Operand:
         return []
 
     def axes(self, rows: str, columns: str) -> list[tuple[str, ...]]:
-        """For each of its tensors, the dimension of the product behind each of its dimensions; for products of
-        DTensors.
+        """For each of its tensors, the product's dimension that each of its dimensions is; for products of DTensors.
 
         A batch dimension is "b-1", "b-2"..., counted from the last one; "" is a dimension that cannot be sharded.
         Kinds that cannot be sharded return nothing.
@@ -593,7 +592,7 @@ def batch_axes(x: Tensor, own: int) -> tuple[str, ...]:
     """The names of a tensor's batch dimensions, see `Operand.axes`; "" for one that is broadcast.
 
     Args:
-        own: the number of dimensions behind those of the batch.
+        own: the number of dimensions after those of the batch.
     """
     count = x.dim() - own
     return tuple(["" if x.shape[i] == 1 else f"b-{count - i}" for i in range(count)])
@@ -644,7 +643,7 @@ class Access:
         raise NotImplementedError
 
     def gathering(self) -> Access:
-        """The same for rows by their numbers, which come behind the strides; see `load_gathered`."""
+        """The same for gathered rows, whose numbers follow the strides; see `load_gathered`."""
         raise NotImplementedError
 
     def argument(self, tensors: Sequence[Tensor], block_rows: int, block_cols: int) -> Any:
@@ -665,7 +664,7 @@ class Access:
         raise NotImplementedError
 
     def behind_strides(self, tensors: Sequence[Tensor], numbers: Sequence[float]) -> tuple[Any, ...]:
-        """Further arguments of the loader, which come behind the strides."""
+        """Further arguments of the loader, which follow the strides."""
         return ()
 
     def step_scales(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
@@ -697,7 +696,7 @@ class Access:
         return ()
 
     def group_of(self) -> Any:
-        """The device function that finds a group of rows, see `place.group_of`; None where there are none."""
+        """The device function that finds a group of rows, see `place.group_of`; None if there are none."""
         return None
 
     def place_args(self, tensors: Sequence[Tensor], numbers: Sequence[float]) -> tuple[Any, ...]:

@@ -430,7 +430,7 @@ class PickedOperand(Operand):
 
     @property
     def keeps_rows(self) -> bool:
-        """It does: each block is a product of its own."""
+        """It does: each block is a separate product."""
         return True
 
     def named(self, name: str) -> list[tuple[str, Tensor]]:

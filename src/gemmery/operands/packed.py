@@ -40,7 +40,7 @@ class Packed(Spec):
     Attributes:
         format_name: of the format in `formats.FORMATS`.
         packed_bits: of a number.
-        group: rows of B, along K, that share a scale; 0 where none do.
+        group: rows of B, along K, that share a scale; 0 if none do.
         shifts: what comes with the scales: "zeros", "offsets" or "" for nothing.
         wide: whether scales are fp32, rather than of A's type.
         matrices: the number of matrices, which are contiguous in memory.
@@ -119,7 +119,7 @@ class Packed(Spec):
         return (self, *self.params)
 
     def shapes(self, rows: int, cols: int, batch: tuple[int, ...], is_b: bool) -> list[tuple[int, ...]]:
-        """See `Spec.shapes`; words are (matrices, strips, lines, LINE), which have no strides of their own."""
+        """See `Spec.shapes`; words are (matrices, strips, lines, LINE), which have no strides."""
         lines = 4 * -(-rows // block_columns(self.packed_bits))
         groups = self.matrices * -(-rows // self.group) if self.group else 0
         words = (self.matrices, -(-cols // STRIP), lines, LINE)

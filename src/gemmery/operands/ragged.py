@@ -153,7 +153,7 @@ class RaggedAccess(Access):
         return (*self._gathered(tensors), *self.inner.behind_strides(tensors[: self.first], numbers))
 
     def step_scales(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
-        """The matrix's, then the numbers of gathered rows, which have their own."""
+        """The matrix's, then those of the gathered rows' numbers."""
         scales = self.inner.step_scales(tensors[: self.first])
         return (*scales, *self._gathered(tensors)) if scales else ()
 
@@ -427,7 +427,7 @@ class RaggedOperand(Operand):
         return GatheredOperand(self.inner.in_torch(), self.gather)
 
     def _of_weight(self, x: Operand, weight: Operand, grad: Tensor, multiply: Multiply) -> Tensor | None:
-        """The gradient of one matrix for each group, laid out as these are; None where it goes to a buffer."""
+        """The gradient of one matrix for each group, laid out as these are; None if it goes to a buffer."""
         into = weight.buffers[0] if weight.buffers else None
         like = weight.matrix if into is None else into
         if like.stride(-2) == 1 and like.stride(-1) != 1:

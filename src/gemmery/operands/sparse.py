@@ -37,7 +37,7 @@ class Sparse(Spec):
         metadata: the layout of the metadata.
         code: the type of numbers of 8 or 4 bits, see `formats.sparse.SparseTensor`; "" for those of 16 bits. The
             matrix may have the same type, or one of 16 bits.
-        group: rows of B, along K, that share a scale; 0 where none do.
+        group: rows of B, along K, that share a scale; 0 if none do.
         scales: the layout of the scales, where there are any.
     """
 

@@ -34,7 +34,7 @@ class Known:
         many: whether it returns a tuple.
         extents: places of the tensors among the values, with the bytes from the first element to the end of the last.
         out_bytes: the same bytes of the first result.
-        sum_place: place of the addend that may be the output itself; -1 where there is none.
+        sum_place: place of the addend that may be the output itself; -1 if there is none.
     """
 
     plan: Plan

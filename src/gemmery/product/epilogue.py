@@ -62,8 +62,8 @@ def types_of(
     """The types of a function's results, and which of them are matrices and not the product's reduced rows.
 
     Args:
-        columns: of the results of a wide product, where they are known. In a product of one column or two, the columns
-            of its own don't tell a row that has kept its dimension from a matrix.
+        columns: of the results of a wide product, where they are known. In a product of one column or two, its number
+            of columns does not distinguish a row with a kept dimension from a matrix.
     """
     narrow = product.shape[-1] <= 2 and columns is None
     widths = [x.shape[-1] if x.dim() else 1 for x in results] if columns is None else columns
@@ -74,7 +74,7 @@ def types_of(
 
 
 def _columns_of_wide(call: Call) -> list[int] | None:
-    """The columns of a call's results where the product is wide; None where the function fails there."""
+    """The columns of a call's results where the product is wide; None if the function fails there."""
     sizes = stand_ins(len(call.shape), bool(call.shape[-1] % 2))[0]
 
     def columns() -> list[int] | None:

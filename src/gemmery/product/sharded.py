@@ -52,9 +52,9 @@ class Sharding:
     Attributes:
         mesh: the devices.
         roles: for each dimension of the mesh, the dimension of the product that is sharded along it, see
-            `Operand.axes`; "" where all ranks compute the same.
+            `Operand.axes`; "" if all ranks compute the same.
         names: the dimensions of the product.
-        axes: for each of the call's tensors, which dimensions of the product its own are.
+        axes: for each of the call's tensors, which dimensions of the product its dimensions are.
     """
 
     mesh: DeviceMesh
@@ -195,7 +195,7 @@ def _names(call: Call) -> tuple[str, ...]:
 
 
 def _axes(call: Call) -> list[tuple[str, ...]]:
-    """For each of the call's tensors, which dimensions of the product its own are."""
+    """For each of the call's tensors, which dimensions of the product its dimensions are."""
     found = []
     for operand, names in ((call.a, ("M", "K")), (call.b, ("K", "N"))):
         axes = operand.axes(*names)

@@ -305,7 +305,7 @@ def _operands_suit(problem: Problem) -> bool:
 
 
 def _batch_suits(problem: Problem) -> bool:
-    """Whether the products of a batch are plain ones, each with its own matrices."""
+    """Whether the products of a batch are plain products, each with its own matrices."""
     p = problem
     bare = type(p.a) is Dense and type(p.b) is Dense and p.a.dtype.itemsize == 2 and p.epilogue == "identity"
     return bare and len(p.batch) == 1 and all(p.a.steps) and all(p.b.steps)

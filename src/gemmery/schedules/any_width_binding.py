@@ -269,7 +269,7 @@ class AnyWidthBinding(Binding):
         return descriptor(out, (*batch, p.M, p.out_n), (*steps, p.out.row, 1), (*many, *block))
 
     def _matrix(self, extras: Sequence[Any], block: Sequence[int]) -> Any:
-        """The descriptor of the one matrix that the epilogue reads or writes; None where there is none."""
+        """The descriptor of the one matrix that the epilogue reads or writes; None if there is none."""
         p = self.problem
         if p.fusion is None or p.fusion.place is None or p.fusion.matrix is None:
             return None
@@ -327,7 +327,7 @@ class AnyWidthBinding(Binding):
         return made
 
     def _own(self, tensors: Sequence[Any], boxes: tuple[int, ...]) -> Any:
-        """The descriptor of A's rows that lie apart, as that of the others; None where there are none."""
+        """The descriptor of A's rows that lie apart, as that of the others; None if there are none."""
         p, swap = self.problem, self.config.swap
         if not p.a.apart:
             return None

@@ -335,7 +335,7 @@ class Binding:
         return access.store_scattered if self.a.scatters else self.out.store()
 
     def _tail_place(self) -> Any:
-        """The device function that places small tiles, or None where there are none."""
+        """The device function that places small tiles, or None if there are none."""
         c = self.config
         if c.tail == 1:
             return None

@@ -147,7 +147,7 @@ def added(problem: Problem, space: Space) -> Floats:
 
 
 def thin_seconds(problem: Problem, elements: Floats) -> Floats:
-    """Seconds in which a warpgroup adds a product of thin matrices to elements of a tile; 0 where there is none."""
+    """Seconds in which a warpgroup adds a product of thin matrices to elements of a tile; 0 if there is none."""
     rank = problem.a.adapter_rank
     return np.asarray((THIN + THIN_RANK * rank) * np.maximum(elements / 64**2, 1) * (rank > 0))
 

@@ -52,7 +52,7 @@ class Persistent(Tile):
         p, s = problem, space
         stages = stage_bytes(p, s) * s.num_stages
         subtiles = np.array([epilogue_subtiles(p, config) for config in s.configs])
-        # A matrix that is added passes through memory of its own. Exact for what Triton 3.7 compiles for Hopper.
+        # A matrix that is added passes through separate shared memory. Exact for what Triton 3.7 compiles for Hopper.
         held = 0 if p.fusion is not None and not p.fusion.stores else 1 + (p.epilogue == "add_matrix")
         stored = s.block_m * s.block_n / subtiles / (2 if p.paired else 1) * p.out.dtype.itemsize * held
         return np.asarray((stages + stored < p.device.target.shared) | (s.loader != "descriptor"))

@@ -65,7 +65,7 @@ class Work:
         """The same for arrays, with the numbers that decide the time.
 
         Returns:
-            Whole tiles on the busiest program; the steps that it has of tiles that are cut along K, 0 where none is;
+            Whole tiles on the busiest program; the steps that it has of tiles that are cut along K, 0 if none is;
             and the parts of such a tile.
         """
         whole, rest = tiles // most, tiles % most

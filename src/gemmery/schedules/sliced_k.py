@@ -312,7 +312,7 @@ def source() -> str:
 def check_memory(llir: str, size: int, shared: int) -> None:
     """Raises RuntimeError unless only assembly uses the first `size` bytes of shared memory.
 
-    The kernel writes to the last KiB of them by itself, and to nothing before.
+    The kernel itself writes only to the last KiB of them.
 
     Args:
         llir: the kernel in LLVM's language.

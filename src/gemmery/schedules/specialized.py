@@ -91,7 +91,9 @@ class Specialized(PersistentStatic):
 
     def check(self, config: Config) -> None:
         if config.split_store:
-            raise ValueError("Config: the specialized schedule has pieces of its own, and no split_store")
+            raise ValueError(
+                "Config: the specialized schedule has no split_store, because it stores tiles in pieces"
+            )
         super().check(config)
         if (config.loader, config.num_warps) != ("descriptor", 8):
             raise ValueError("Config: the specialized schedule needs the descriptor loader and 8 warps")
@@ -194,7 +196,7 @@ class SpecializedBinding(Binding):
         b = self.problem.b
         assert isinstance(b, Packed)
         assert isinstance(self.b, PackedAccess)
-        # Without waits: pieces that are unpacked under a product have registers of their own.
+        # Without waits: pieces that are unpacked during a product have separate registers.
         unpack, per = dialect.in_gluon(self.b.unpacker(waits=False)), 32 // b.packed_bits
         multiply = with_constants(specialized.multiply_packed, UNPACK=unpack, PER=per, GROUP=b.group)
         return {"MULTIPLY": dialect.in_gluon(multiply), "PER": per, "GROUP": b.group}

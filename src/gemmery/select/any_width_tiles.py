@@ -1,8 +1,8 @@
 """The rows of tiles of any width, see `kernels.any_width`.
 
 Matrices have a row for every width from `PART` on that fits into registers and shared memory. They have two narrower
-tiles for products of a few rows, each with a kernel of its own. Packed weights have fewer widths, and no narrow tiles.
-The rows are made from the sizes of tiles, since there are too many to write down.
+tiles for products of a few rows, each with its own kernel. Packed weights have fewer widths, and no narrow tiles. The
+rows are made from the sizes of tiles, since there are too many to write down.
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ def _tile(free: int, line: int, step: int, is_b: bool) -> str:
 
 
 def _by_pointers(size: int, is_b: bool, stages: int, free: int = 128) -> Rows:
-    """Rows for GPUs without a table of their own, in 16 bits."""
+    """Rows for GPUs without a table, in 16 bits."""
     narrow, step = min(size, 64), min(size, 32)
     return {
         ("pointer", "tile"): f"""

@@ -67,7 +67,7 @@ class _Damaged(Exception):
 
 
 def select(path: Path, **wanted: str) -> list[Row]:
-    """The rows whose columns have the wanted values; none where the file is missing, empty or was broken.
+    """The rows whose columns have the wanted values; none if the file is missing, empty or was broken.
 
     Raises:
         Unusable: the file is there and can't be read.

@@ -126,7 +126,7 @@ class Table:
         schedules: (configs,), the schedule that each has.
         places: (shapes, 3), logarithms of rows in all matrices, N and K.
         known: (shapes, configs), 1 where there is a measurement.
-        residuals: (shapes, configs), logarithm of measured over predicted time; 0 where there is none.
+        residuals: (shapes, configs), logarithm of measured over predicted time; 0 if there is none.
         near: (configs, configs), the weight of each config for another one of its row, which cuts K into other parts.
         reach, far: see `REACH` and `REACH_PACKED`.
         found: what `_find` found.

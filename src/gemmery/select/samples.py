@@ -16,7 +16,7 @@ class Sample(NamedTuple):
 
     Attributes:
         a, b, out: (*batch, M, K), (*batch, K, N) and (*batch, M, N).
-        addend: (*batch, M, N), or None where the problem adds nothing.
+        addend: (*batch, M, N), or None if the problem adds nothing.
         alpha, beta: numbers that suit its epilogue.
     """
 

@@ -53,7 +53,7 @@ class Progress:
 
     Attributes:
         problem: what is being tuned; it is number `number` of `problems`, from 1.
-        config, seconds: what was measured last, and its time; None where it can't run.
+        config, seconds: what was measured last, and its time; None if it can't run.
         done, total: configs that are finished, and all configs.
         left: seconds that the rest will take at the present pace.
     """
@@ -353,7 +353,7 @@ class _Run:
 
 @contextlib.contextmanager
 def _compiling(tasks: list[_Task], count: int | None) -> Iterator[Deaths]:
-    """Has the candidates compiled by `count` other processes, where that is worth while."""
+    """Has the candidates compiled by `count` other processes, if that is worthwhile."""
     jobs = [(task.problem, config) for task in tasks for config in task.todo]
     few = len(jobs) < WORTH_WORKERS if count is None else count == 0
     if few or devices.INTERPRETED:

@@ -191,7 +191,7 @@ class _Fused:
         given = () if how.bias is None else (how.bias,) if isinstance(how.bias, Tensor) else how.bias
         biases = [bias.detach() for bias in given]
         if torch.empty(0, device=place).device != self.b.device:
-            # In one piece of memory, in which what comes first lies first.
+            # In one piece of memory, in the given order.
             memory = torch.empty(len(halves), *self.halves[0].shape, dtype=self.b.dtype, device=place)
             halves = [half.t() for half in memory]
             biases = [torch.empty_like(bias, device=place) for bias in biases]
@@ -353,7 +353,7 @@ def _operands(weight: object, batch_invariant: bool, top_k: int | None = None) -
 
 
 def _of_module(module: nn.Module, batch_invariant: bool, top_k: int | None) -> list[_Operand]:
-    """The operands of all products in a module: of its layers, but for those that blocks run as one product."""
+    """The operands of all products in a module: of its layers, except those that blocks run as one product."""
     from ..nn.blocks import Block
     from ..nn.experts import Experts
     from ..nn.hugging_face import FusedExperts
@@ -361,7 +361,7 @@ def _of_module(module: nn.Module, batch_invariant: bool, top_k: int | None) -> l
 
     found: dict[Any, _Operand] = {}
     replaced: set[str] = set()
-    # In all its places: what a block replaces may be called by itself elsewhere.
+    # In all its places: the layers that a block replaces may be called separately elsewhere.
     for name, child in module.named_modules(remove_duplicate=False):
         product = child.fused_product() if isinstance(child, Block) else None
         prefix = f"{name}." if name else ""

@@ -81,7 +81,7 @@ class Workers:
         return None
 
     def _start(self) -> _Worker | None:
-        """A new process that is ready for work; None where there can't be one."""
+        """A new process that is ready for work; None if there can't be one."""
         if self._broken or self._closed:
             return None
         worker = _Worker(self.target)
@@ -130,7 +130,7 @@ class _Worker:
         )  # fmt: skip
 
     def ask(self, line: str) -> str | None:
-        """Send a line and wait for the answer; None where the process died instead."""
+        """Send a line and wait for the answer; None if the process died instead."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:

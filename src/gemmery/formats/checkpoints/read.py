@@ -265,7 +265,7 @@ class _Scheme(NamedTuple):
     """The settings of weights in compressed-tensors' configuration.
 
     Attributes:
-        group_size: columns that share a scale; None where schemes differ, or there is none.
+        group_size: columns that share a scale; None if schemes differ, or there is none.
         block: rows and columns that do; None likewise.
         num_bits: of a code, those of all schemes.
     """

@@ -76,7 +76,7 @@ def read_sparse24(tensors: Mapping[str, Tensor], *, dtype: torch.dtype | None = 
 
 
 def _channel(numbers: Tensor, scale: Tensor | None, zeros: Tensor | None, rows: int) -> Tensor | None:
-    """Numbers for rows, of a scale; None where there is none, and none is needed."""
+    """Numbers for rows, of a scale; None if there is none, and none is needed."""
     is_small = numbers.dtype in FP8 or numbers.dtype == torch.int8
     if scale is None:
         if is_small or not numbers.is_floating_point():
@@ -157,7 +157,7 @@ def read_marlin24(
 def _sparse(
     kept: Tensor, at: Tensor, bits: int, scales: Tensor, group_size: int | None, dtype: torch.dtype
 ) -> SparseTensor | None:  # fmt: skip
-    """The codes that were kept, with scales (N, groups), as a sparse weight; None where that can't hold the scales."""
+    """The codes that were kept, with scales (N, groups), as a sparse weight; None if that can't hold the scales."""
     numbers, code = (kept.to(torch.int16) - (1 << (bits - 1))).to(torch.int8), f"int{bits}"
     size = group_size_of(_MARLIN, 2 * kept.shape[1], scales.shape[1], group_size)
     if scales.shape[1] == 1:

@@ -35,7 +35,7 @@ class Finding:
 
 
 class Part(NamedTuple):
-    """A part of gemmery that needs packages of its own.
+    """A part of gemmery that needs additional packages.
 
     Attributes:
         packages: that it needs, by their names on PyPI.

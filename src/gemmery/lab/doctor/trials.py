@@ -28,8 +28,8 @@ class Trial:
 
     Attributes:
         ran: the config of the kernel, or what ran in its place.
-        error: ||y - exact|| / ||exact||; None where the call failed.
-        failure: what it failed with, or that the error is too large; None where it is right.
+        error: ||y - exact|| / ||exact||; None if the call failed.
+        failure: what it failed with, or that the error is too large; None if it is right.
     """
 
     device: str

@@ -44,7 +44,7 @@ class Instruction:
         kind: of `KINDS`.
         goes_to: the label that it branches to.
         falls: whether the next instruction may follow.
-        bits: of memory that each lane moves, 0 where it moves none or a block as a whole.
+        bits: of memory that each lane moves, 0 if it moves none or a block as a whole.
         shape: (M, N, K) of the product that a tensor-core instruction adds, where its name says.
         source: file and line of the kernel that it comes from, such as "operands.py:63", or "".
         note: what it does, where that is worth a word.
@@ -216,7 +216,7 @@ class Code:
     def main_loop(self) -> Loop | None:
         """The loop along K: the innermost of those that use the tensor cores, and of several the one with most work.
 
-        In kernels that do not use them, the same for arithmetic. None where there is no loop with either.
+        In kernels that do not use them, the same for arithmetic. None if there is no loop with either.
         """
         for kind in ("tensor", "float"):
             working = [loop for loop in self.loops if of_kind(loop.body, kind)]

@@ -173,7 +173,7 @@ class Move:
     Attributes:
         kind: of `code.KINDS`.
         count: how many there are.
-        bits: that each lane moves with one, 0 where one moves a whole block, as TMA's do.
+        bits: that each lane moves with one, 0 if one moves a whole block, as TMA's do.
         in_loop: whether they are in the loop along K.
     """
 

@@ -20,7 +20,7 @@ def _functions(name: str) -> list[tuple[int, int, str]]:
 
 
 def function_at(source: str) -> str:
-    """The device function that a line such as "operands.py:63" is in; "" where that is not gemmery's own file."""
+    """The device function that a line such as "operands.py:63" is in; "" if that is not gemmery's own file."""
     name, _, line = source.partition(":")
     inside = [
         (end - start, name) for start, end, name in _functions(name) if line and start <= int(line) <= end

@@ -55,7 +55,7 @@ def times(found: Prediction) -> dict[str, Any]:
 
 
 def _recorded(found: Prediction) -> str:
-    """The times that were measured of the product, in a sentence; "" where there are none."""
+    """The times that were measured of the product, in a sentence; "" if there are none."""
     if found.recorded is None:
         return ""
     names = {"gemmery": "gemmery", "cublas": found.vendor}

@@ -259,7 +259,7 @@ def _tiles(launched: ours.Launch) -> int:
 
 @dataclass(frozen=True)
 class _Time:
-    """A predicted time; None where there is none."""
+    """A predicted time; None if there is none."""
 
     seconds: float | None = None
     cost: dict[str, float] = field(default_factory=dict)

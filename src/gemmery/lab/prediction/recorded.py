@@ -32,8 +32,8 @@ class Recorded:
         suite: the suite's name, with its type where it is run in several, and the version of Triton that is not 3.6.
         row, dtype: what was measured.
         problem: the row's, on the GPU that it was measured on.
-        config: what ran; None where the result does not say, or names one that this version does not have.
-        copied: whether matrices were copied before; None where the result does not say.
+        config: what ran; None if the result does not say, or names one that this version does not have.
+        copied: whether matrices were copied before; None if the result does not say.
         seconds: by method, the median over the rounds; spread: the least and the largest.
     """
 
@@ -163,7 +163,7 @@ class Measured:
 
     Attributes:
         seconds: by method, of the round that the ratio is of; spread: the least and the largest of all rounds.
-        config: gemmery's kernel, "" where the result does not say.
+        config: gemmery's kernel, "" if the result does not say.
         source: the result's file, with the version of Triton and the day.
     """
 
@@ -186,7 +186,7 @@ def _by_sizes(place: Path, device: Device) -> dict[tuple[int, int, int], list[tu
 
 
 def measured_of(problem: Problem) -> Measured | None:
-    """The recorded times of just this product on its GPU; None where there are none, or no results are at hand."""
+    """The recorded times of just this product on its GPU; None if there are none, or no results are at hand."""
     place = folder()
     if place is None:
         return None

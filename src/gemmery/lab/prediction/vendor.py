@@ -38,7 +38,7 @@ _ROWS, _COLUMNS, _SPLITS = (
     np.array(column, dtype=float)
     for column in zip(*((m, n, split) for m, n in TILES for split in SPLITS), strict=True)
 )
-#: Kinds of products, each with kernels of its own, and the part of the datasheet's rate that these are taken to reach
+#: Kinds of products with separate kernels, and the part of the datasheet's rate that these are assumed to reach
 #: before that is fitted: fp8 with fast sums or accurate ones, and by what has scales; int8 with a B that is (K, N).
 KINDS: dict[str, float] = {
     "half": 0.85, "tf32": 0.85, "fp32": 0.8, "fp64": 0.9, "fp8": 0.75, "fp8 fast": 0.8, "fp8 row": 0.75,
@@ -126,7 +126,7 @@ def _as_given(problem: Problem) -> Problem:
 
 
 def _exists(problem: Problem) -> bool:
-    """Whether torch has the product: 8-bit operands have rules of their own (`_int_mm`, `_scaled_mm`)."""
+    """Whether torch has the product: 8-bit operands have separate rules (`_int_mm`, `_scaled_mm`)."""
     p, target = problem, problem.device.target
     if p.a.dtype.itemsize > 1 or p.b.unpacks:
         return True

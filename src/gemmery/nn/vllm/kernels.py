@@ -191,7 +191,7 @@ PLATFORMS = (PlatformEnum.CUDA, PlatformEnum.ROCM)
 def put_first(kind: str) -> None:
     """Puts the kernels of a kind before vLLM's own; a second call does nothing.
 
-    vLLM registers kernels behind its own, which are then never reached, so that they are moved in its lists.
+    vLLM registers other kernels after its own, where they are never reached, so they are moved in its lists.
     """
     for word, name, kernel in OF_KIND[kind]:
         for platform in PLATFORMS:
