@@ -153,7 +153,7 @@ def read_models(folder: Path) -> list[Data]:
         data = json.loads(path.read_text(encoding="utf-8"))
         if missing := {"part", "entries", "protocol", "commit"} - set(data):
             raise ValueError(
-                f"models/{path.name} is no result of models.py: it is without {', '.join(sorted(missing))}"
+                f"models/{path.name} is not a result of models.py: it lacks {', '.join(sorted(missing))}"
             )
         found[data["part"]] = data
     return [found[part] for part in (*MODELS, *sorted(set(found) - set(MODELS))) if part in found]

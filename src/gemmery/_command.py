@@ -7,7 +7,7 @@ from pathlib import PurePath
 def is_command() -> bool:
     """Whether this process is the command `gemmery` or `python -m gemmery`, whose --help needs no torch.
 
-    The command loads the rest before it runs anything, so that it makes no difference but for the time of --help.
+    The command loads the rest before it runs anything, so only the time of --help differs.
     """
     if sys.argv[:1] == ["-m"]:  # as long as Python looks for the module to run
         rest = sys.orig_argv

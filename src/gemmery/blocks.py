@@ -83,7 +83,7 @@ def sampled_addmm(
     if out is not None:
         raise ValueError(f"{_OP}: out= is not supported; use the returned tensor")
     if is_followed():
-        # The compiler fails on what is made of sparse tensors.
+        # The compiler fails on objects made from sparse tensors.
         from .product.compiled import uncompiled
 
         made: Tensor = uncompiled(

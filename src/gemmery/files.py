@@ -87,7 +87,7 @@ def _flush(path: Path) -> None:
 
 @contextlib.contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Errors of files name `path`, whatever file they came from."""
+    """Errors name `path`, even if they are of another file."""
     try:
         yield
     except OSError as error:

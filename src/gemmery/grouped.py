@@ -347,12 +347,12 @@ def _buffers(op: str, weight: Any, weight_grad: Any) -> tuple[Tensor, ...]:
             raise ValueError(f"{op}: weight_grad shares memory with the weight; give a separate tensor")
     if not wants_gradient(halves):
         return ()
-    # Autograd does not look at what is in it, so another backward pass may have changed it meanwhile.
+    # Autograd does not check its content, so another backward pass may have changed it.
     return tuple([x.data for x in buffers])
 
 
 def check_sum(op: str, name: str, given: Any, like: Tensor, shape: tuple[int, ...]) -> None:
-    """ValueError or TypeError unless products of operands, of a shape, can be added to what is given."""
+    """ValueError or TypeError unless products of operands, of a shape, can be added to the given tensor."""
     check_tensor(op, name, given)
     if tuple(given.shape) != shape:
         raise ValueError(f"{op}: {name} is {tuple(given.shape)}; it must be {shape}")
@@ -436,7 +436,7 @@ def _groups(op: str, x: Tensor, offs: Any, axis: Axis, most: int, count: int | N
 
 
 def _looks_at(x: Tensor) -> bool:
-    """Whether the numbers in a tensor are checked: they are at hand, or the user waits for them."""
+    """Whether the numbers in a tensor are checked: they are on the CPU, or the user accepts the wait."""
     return (CHECKS_OFFSETS or x.device.type == "cpu") and not is_compiling() and type(x) in PLAIN
 
 
@@ -491,7 +491,7 @@ def _scaled(function: Callable[..., Any] | None, product: Tensor, *args: Any) ->
     *own, scale = args
     made = product if function is None else function(product, *own)
     many = isinstance(made, tuple | list)
-    # In the type that the function left a result in, whatever the scale's is.
+    # In the type of the function's result, for any type of scale.
     results = [
         (x * scale).to(x.dtype) if x.dim() == product.dim() else x for x in (made if many else (made,))
     ]

@@ -50,7 +50,7 @@ _Handler = Callable[..., Any]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What torch's operators are in terms of gemmery's. A handler returns NotImplemented for what is torch's to do.
+# What torch's operators are in terms of gemmery's. A handler returns NotImplemented for calls that torch must compute.
 
 
 def _product(
@@ -63,10 +63,10 @@ def _product(
     for tensor in (a, b):
         if tensor.is_complex() or tensor.layout != torch.strided or tensor.is_nested:
             kind = "nested" if tensor.is_nested else "sparse" if not tensor.is_complex() else "complex"
-            # One that is computed like the others, and is not invariant, would go unnoticed.
+            # Otherwise a product that is not invariant would go unnoticed.
             raise _refusal(f"a product of {kind} tensors")
     if a.dtype not in _FLOATS or a.dtype != b.dtype:
-        # Sums of integers are exact, and what else there is torch refuses.
+        # Sums of integers are exact, and torch rejects all other types.
         return NotImplemented
     if out is not None:
         shape = result_shape(op, a, b.t() if op == "linear" else b)
@@ -179,7 +179,9 @@ def _handlers() -> dict[Any, _Handler]:
 
 @functools.cache
 def _is_composite(func: Any) -> bool:
-    """Whether an operator is nothing but others. Only under inference_mode does such a one get here in one piece."""
+    """Whether an operator is nothing but others. Only under inference_mode, such an operator is not decomposed before
+    it gets here.
+    """
     if not isinstance(func, torch._ops.OpOverload):
         return False
     kernels = ("CompositeImplicitAutograd", "CUDA", "CPU")
@@ -189,7 +191,7 @@ def _is_composite(func: Any) -> bool:
 
 @functools.cache
 def _handler(func: Any) -> _Handler | None:
-    """Returns the stand-in of an operator; None for what is no product, and for exact products."""
+    """Returns the replacement of an operator; None for an operator that is not a product, and for exact products."""
     known = _handlers().get(func)
     if known is not None or not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten":
         return known
@@ -247,7 +249,7 @@ class _Products(TorchDispatchMode):
 
 
 class _Linears(TorchFunctionMode):
-    """Has linear layers add their bias before rounding whatever the strides of their input."""
+    """Makes linear layers add their bias before rounding, for any strides of their input."""
 
     def __init__(self, products: _Products) -> None:
         super().__init__()
@@ -279,10 +281,10 @@ def _one_step(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
 
 class _Uncompiled:
-    """Has functions under torch.compile run as they are written while any thread is within.
+    """Makes functions under torch.compile run uncompiled while any thread is inside the context.
 
-    Compiled code has products that no mode sees. Left alone, torch would run such functions uncompiled as well, but go
-    on doing so after the mode.
+    Compiled code has products that no mode sees. torch would run such functions uncompiled as well, but also after the
+    mode.
     """
 
     def __init__(self) -> None:

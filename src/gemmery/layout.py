@@ -133,7 +133,7 @@ def fold(
     of_others = [_expand(tensor, sizes, M, width) for tensor, width in others]
     for (tensor, _), strides in zip(others, of_others, strict=True):
         if a.is_ragged and tensor.dim() > 2 and tensor.shape[-2] == 1:
-            # Of groups, the same for their rows, though there be but one.
+            # For groups, the same for their rows, even if there is only one row.
             strides.row = 0
     walkers = [of_a, of_out, *of_others]
     _drop_unit(sizes, [*walkers, of_b])

@@ -6,10 +6,10 @@ them all, by row reductions in its epilogue. So the forward pass writes no logit
 
 The backward pass computes logits again, some columns at a time, and turns them into their gradient before they are
 written, in 16 bits where the operands are: `g_lse * exp(logit - lse) + g_target * (column is the target) + g_sum *
-weight`. Of such a block two products make the gradient of these rows of the weight, whole, and a part of the
+weight`. For such a block, two products compute the complete gradient of these rows of the weight, and a part of the
 gradient of x, which is summed in float32. So no gradient of a weight is ever summed up in 16 bits, and none needs a
-copy in float32: what walking over tokens would cost (Hsu et al., "Liger Kernel", 2024). Not to store logits and to
-compute them again is the way of Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024.
+copy in float32: what walking over tokens would cost (Hsu et al., "Liger Kernel", 2024). The recomputation of logits
+instead of storing them follows Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024.
 
 The gradient of a block of logits needs memory only until its two products have read it. As long as the weight's
 gradient has enough rows that are not written yet, it is stored in these. So blocks are large, of_x is rarely read and
@@ -46,8 +46,8 @@ _TINY = 2.0**-100
 #: Elements of which a row of a block has a multiple, and of which its place in another matrix is one.
 _ALIGNED, _LINE = 16, 128
 #: Logits whose statistics one product makes on a GPU: it leaves a few numbers of each row for every tile of columns,
-#: three for 64 columns at most, which is 48 MB. And the fewest rows of one, and logits that the reference holds at a
-#: time elsewhere.
+#: three for 64 columns at most, which is 48 MB. The fewest rows of a block, and the number of logits that the reference
+#: holds at a time.
 _REDUCED, _LEAST_ROWS, _HELD = 1 << 28, 1 << 10, 1 << 25
 
 
@@ -56,7 +56,7 @@ class Rows(NamedTuple):
 
     Attributes:
         lse: (N,), the logarithms of the sums of exponentials.
-        target: (N,), the targets' logits; 0 if the target is no column.
+        target: (N,), the targets' logits; 0 if the target is not a column.
         total: (N,), the sums of the logits, each times its class's weight; empty unless asked for.
     """
 

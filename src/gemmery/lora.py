@@ -401,7 +401,7 @@ class _Recorded(torch.autograd.Function):
         given = a, b, u, ctx.bias_like, ctx.options.scale, ctx.options.precision, ctx.apart, wanted
         rows = _rows(grad)
         if torch.is_grad_enabled() or needs_dispatcher((grad,), records=False):
-            # Of the operator torch knows that it has no gradient, and modes see it.
+            # torch knows that the operator has no gradient, and modes see it.
             made = torch.ops.gemmery.lora_backward(rows, _rows(own), parts, sizes, text, *given)
             found = [value if needed else None for value, needed in zip(made, wanted, strict=True)]
         else:

@@ -109,7 +109,7 @@ def _losses(
     rows: Rows, target: Tensor, weight: Tensor | None, classes: int, reduction: str, ignored: int, smoothing: float,
     z_loss: float,
 ) -> Tensor:  # fmt: skip
-    """The loss of rows of which the statistics are known, by torch, which differentiates it."""
+    """The loss of rows from their statistics, by torch, which differentiates it."""
     counts = target != ignored
     is_class = (target >= 0) & (target < classes)
     factor = counts.to(rows.lse.dtype)
@@ -125,7 +125,7 @@ def _losses(
     squares = torch.where(counts, z_loss * rows.lse.square(), 0.0) if z_loss else None
     if reduction == "none":
         return losses if squares is None else losses + squares
-    # A sum of zeros where there is no z-loss: no host needs to know.
+    # A sum of zeros if there is no z-loss, so the host does not wait.
     loss = losses.sum()
     if reduction == "mean":
         loss = loss / factor.sum()

@@ -666,9 +666,9 @@ def test_a_ring_that_lies_elsewhere_is_refused():
             any_width_compiled.check_memory(right + line.format(at), 4096, count)
     with pytest.raises(RuntimeError, match="first bytes alone"):
         any_width_compiled.check_memory(barrier.format(4096) + named.format(4096), 4096, count)
-    with pytest.raises(RuntimeError, match="barriers are not 8192 bytes behind"):
+    with pytest.raises(RuntimeError, match="barriers are not 8192 bytes after"):
         any_width_compiled.check_memory(right, 8192, count)
-    with pytest.raises(RuntimeError, match="barriers are not 4096 bytes behind"):
+    with pytest.raises(RuntimeError, match="barriers are not 4096 bytes after"):
         any_width_compiled.check_memory("", 4096, count)
     # What the assembly is looked for in may be written otherwise one day.
     for text in (right + named.format(4104), others, others + named.format(2048)):
@@ -692,7 +692,7 @@ def test_a_parameter_that_is_no_tensor_map_is_refused():
     maps = ".param .align 64 .b8 gemm_any_width_param_0[128],\n.param .align 64 .b8 gemm_any_width_param_5[128]\n"
     used = "mov.b64 map, gemm_any_width_param_0; mov.b64 map, gemm_any_width_param_{};"
     any_width_compiled.check_maps(maps + used.format(5))
-    with pytest.raises(RuntimeError, match="gemm_any_width_param_4 is no tensor map"):
+    with pytest.raises(RuntimeError, match="gemm_any_width_param_4 is not a tensor map"):
         any_width_compiled.check_maps(maps + ".param .u32 gemm_any_width_param_4\n" + used.format(4))
 
 

@@ -139,4 +139,4 @@ def test_mistakes_are_told_in_a_line(words, said, tmp_path, monkeypatch):
     (tmp_path / "no.json").write_text("{}")
     done = CliRunner().invoke(app, ["plot", str(tmp_path / "no.json"), "--out", "x.png"])
     assert done.exit_code == 2
-    assert "no.json is no benchmark result" in " ".join(done.output.split())
+    assert "no.json is not a benchmark result" in " ".join(done.output.split())

@@ -115,7 +115,7 @@ def test_gptq_with_a_short_last_group(rng):
     tensors, w = gptq(rng, 4, K=160, groups=3, g_idx=g_idx)
     check(read_gptq(*tensors, tensor(g_idx), group_size=64), w, torch.float16)
     with pytest.raises(
-        ValueError, match="read_gptq: 160 columns are no multiple of 3 groups; give group_size"
+        ValueError, match="read_gptq: 160 columns are not a multiple of 3 groups; give group_size"
     ):
         read_gptq(*tensors)
 

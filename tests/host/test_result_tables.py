@@ -330,7 +330,7 @@ def test_marks_and_results_are_needed(results, capsys):
     options, page, _, folder = results
     (folder / "c.json").write_text('{"suite": "x"}')
     assert readme_tables.main(options) == 2
-    assert "c.json is no benchmark result" in capsys.readouterr().err
+    assert "c.json is not a benchmark result" in capsys.readouterr().err
     (folder / "c.json").unlink()
     page.write_text("no marks")
     assert readme_tables.main(options) == 2

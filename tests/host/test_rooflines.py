@@ -89,7 +89,7 @@ def test_a_folder_of_results_decides_what_counts_as_measured(tmp_path):
         assert not any(point.measured for point in found.points)
         assert all(point.predicted["gemmery"] for point in found.points)
     (tmp_path / "other.json").write_text("[]")
-    with pytest.raises(ValueError, match=r"other.json is no benchmark result"):
+    with pytest.raises(ValueError, match=r"other.json is not a benchmark result"):
         rooflines.rooflines(H200, suite_names=["square"], results=tmp_path)
 
 

@@ -28,7 +28,7 @@ from .examples import epilog
 def spread(words: Sequence[str]) -> list[str]:
     """Returns the words of a command line, with sizes such as 16x8192x8192 as the three numbers that commands take.
 
-    All output has sizes in this form. Values of options stay as they are.
+    All output has sizes in this form. Values of options do not change.
     """
     found: list[str] = []
     for before, word in zip(("", *words), words, strict=False):
@@ -69,7 +69,7 @@ class Commands(typer.Typer):
 
 
 def _filled(text: str) -> str:
-    """The text with each paragraph in one line, for help to wrap at the terminal's width; but for those after a \\b."""
+    """The text with each paragraph in one line, for help to wrap at the terminal's width; except those after a \\b."""
     paragraphs = text.split("\n\n")
     return "\n\n".join(each if each.startswith("\b") else each.replace("\n", " ") for each in paragraphs)
 

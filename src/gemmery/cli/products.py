@@ -50,7 +50,7 @@ def batch_sizes(given: list[str] | None) -> list[int]:
     """The sizes of `--batch`.
 
     Raises:
-        ValueError: one is no whole number.
+        ValueError: one is not an integer.
     """
     return [_size(word) for word in words(given)]
 

@@ -28,7 +28,7 @@ def enable() -> AbstractContextManager[object]:
     gemmery is not offered for products with dynamic sizes or without elements, or in graphs with a C++ wrapper. Also
     required are `max_autotune` or `max_autotune_gemm` (the modes that begin with "max-autotune" set both), ATen among
     `max_autotune_gemm_backends`, which is the default, and a measurement in the process itself
-    (`autotune_in_subproc=False`, the default). A function that was compiled before does not change:
+    (`autotune_in_subproc=False`, the default). A function that was compiled earlier does not change:
     `torch.compiler.reset()` makes torch compile it again.
 
     The cache keys of compiled code include whether gemmery was enabled, and its version, through

@@ -1,4 +1,4 @@
-"""Inductor's side: what is offered, and how compiled code calls it.
+"""Inductor's side: the choices that are offered, and the calls of compiled code.
 
 Inductor calls the functions of `preprocessing_fns` with the choices of each kernel that it is about to choose. `offer`
 looks for torch's own product among them and adds one of `CHOICES` after it, with the same inputs, layout and scalars.
@@ -205,8 +205,8 @@ def _are_known(numbers: Iterable[Any]) -> bool:
 def measured(times: dict[Any, float], *_: Any) -> None:
     """Keep what was measured, and leave to Inductor the times by which it is to choose, in milliseconds.
 
-    Inductor has printed the times, and chooses by this dictionary. gemmery's time is raised by `MARGIN`. Those of
-    torch's kernels become what was measured in turn with it.
+    Inductor has printed the times, and chooses by this dictionary. gemmery's time is raised by `MARGIN`. The times of
+    torch's kernels are replaced by those measured in turn with it.
     """
     for choice in list(times):
         if isinstance(choice, _Caller):

@@ -142,7 +142,7 @@ def overlapping(
         placement: of its input, or of its output.
 
     Raises:
-        TypeError: it is no linear layer, or a subclass with its own `forward`.
+        TypeError: it is not a linear layer, or it is a subclass with its own `forward`.
         ValueError: the placement is none for this kind, or the mesh has more than one dimension.
     """
     own = type(module)

@@ -1,4 +1,5 @@
-"""Operators as functions of simpler ones: torch's own, but for the most common activations and their gradients.
+"""Operators as functions of simpler ones: torch's decompositions, except for the most common activations and their
+gradients.
 
 Torch's decompositions import its compiler, which takes about a second, when the first of them runs. Those here are the
 same formulas.
@@ -20,7 +21,7 @@ aten = torch.ops.aten
 
 #: Reductions whose pieces could not be put together again from sums and maxima.
 _WHOLE = ("logsumexp", "mean", "var", "std", "linalg_vector_norm", "norm", "any", "all")
-#: Operators that the lowering knows as they are.
+#: Operators that the lowering supports directly.
 _KNOWN = (
     *CONSTANTS, "gelu", "silu", "softplus", "clamp_min", "clamp_max", "rsub", "split", "square", "where",
 )  # fmt: skip
@@ -69,7 +70,7 @@ def _softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
 
 def _log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
     wide = x if x.dtype in _WIDE else x.float()
-    # The largest first: beside large numbers the logarithm of the sum is lost.
+    # The largest is subtracted first, because large numbers would absorb the logarithm of the sum.
     below = wide - torch.amax(wide, dim, keepdim=True)
     return (below - torch.log(torch.exp(below).sum(dim, keepdim=True))).to(x.dtype)
 

@@ -100,7 +100,7 @@ def digest(*modules: ModuleType) -> str:
 
 
 def compiled(source: str, space: dict[str, Any]) -> Any:
-    """The `@triton.jit` function of a text, which can use what is in `space`."""
+    """The `@triton.jit` function of a text, which can use the names in `space`."""
     import triton
     import triton.language as tl
 

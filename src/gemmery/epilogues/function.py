@@ -135,7 +135,7 @@ _OWN = "__gemmery_memo__"
 def memoised(function: Any) -> Any:
     """The Epilogue of a plain function, the same for one that is made anew of the same code and the same values.
 
-    Returns a function as it is if it can't be known again that quickly.
+    Returns a function unchanged if it can't be recognized that quickly.
     """
     kind = type(function)
     if (
@@ -227,7 +227,7 @@ def function_of(given: Any) -> Any:
 
 
 def named(name: str) -> Any:
-    """The Epilogue, or what is held of one, of a name.
+    """The Epilogue of a name, or the object that is held for it.
 
     Raises:
         RuntimeError: there is none any more: nothing but compiled code held it.

@@ -697,7 +697,7 @@ def _wrapped(number: Any, kind: torch.dtype) -> int | bool:
 
 
 def _only_seen(node: fx.Node) -> bool:
-    """Whether an operator takes rows as they are reduced: in parts."""
+    """Whether an operator takes partially reduced rows."""
     words = str(node.target).split(".")
     return len(words) > 1 and words[1] in (*VIEWS, "_to_copy")
 
@@ -810,7 +810,7 @@ def _finished(state: _Lowering, node: fx.Node) -> Program:
     state.lines.append(f"return tl.broadcast_to({block}, (ROWS, COLS))")
     both = None
     if main is not None and not any(x.kept is not None or x.reduced for x in outputs):
-        # A number is no block, and can't become one in Gluon.
+        # A number is not a block, and can't become one in Gluon.
         blocks = [state.values[x].rows or state.values[x].wide for x in flat]
         both = _both(state, position, stored) if all(blocks) else None
     ahead = _ahead(state, position)

@@ -16,7 +16,7 @@ _CELLS = {"LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"}
 _ATTRIBUTES = {"LOAD_ATTR", "LOAD_METHOD"}
 #: The instructions that may stand between two that belong together.
 _PADDING = {"EXTENDED_ARG", "CACHE"}
-#: Instructions by which code changes what is outside, or brings in what no path shows.
+#: Instructions by which code changes outside objects, or imports objects that no path shows.
 _CHANGES = {"STORE_GLOBAL", "DELETE_GLOBAL", "IMPORT_NAME"}
 _CELL_CHANGES = {"STORE_DEREF", "DELETE_DEREF"}
 

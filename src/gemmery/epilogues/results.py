@@ -44,7 +44,7 @@ class Results:
 
     @property
     def matrices(self) -> list[tuple[tuple[int, ...], torch.dtype] | None]:
-        """Shape and type of what is stored of each result as a matrix, None for reduced rows."""
+        """Shape and type of the matrix that is stored for each result, None for reduced rows."""
         return [
             None if x.reduced is not None else ((*self.shape[:-1], self._columns(x.columns)), dtype)
             for x, dtype in zip(self.program.outputs, self.types, strict=True)
@@ -190,7 +190,7 @@ def _joined(reduction: Reduction, parts: list[Tensor], columns: int) -> Tensor:
 
 
 def _cut(result: Tensor, kept: tuple[bool, ...]) -> Tensor:
-    """Of a result that is alike along some dimensions, what the function returned; see `Output.kept`."""
+    """The function's return value for a result that is constant along some dimensions; see `Output.kept`."""
     for _ in range(result.dim() - len(kept)):
         result = result.select(0, 0)
     for dim, is_kept in enumerate(kept):

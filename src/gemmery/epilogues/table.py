@@ -31,7 +31,7 @@ ARITHMETIC: dict[str, str] = {
     "remainder": "remainder({0}, {1})",
     "fmod": "fmod({0}, {1})",
 }
-#: Of these, those that mean something else of what is true or false; the others torch refuses.
+#: Of these, those with another meaning for booleans; torch rejects the others.
 OF_BOOLS: dict[str, str] = {
     "add": "{0} | {1}",
     "mul": "{0} & {1}",
@@ -66,7 +66,7 @@ FLOATING: dict[str, str] = {
     "ceil": "tl.ceil({0})",
     "trunc": "trunc({0})",
 }
-#: Operators whose result is true or false.
+#: Operators whose result is boolean.
 LOGICAL: dict[str, str] = {
     "eq": "{0} == {1}",
     "ne": "{0} != {1}",
@@ -77,7 +77,7 @@ LOGICAL: dict[str, str] = {
     "isnan": "{0} != {0}",
     "isinf": 'tl.abs({0}) == float("inf")',
 }
-#: Operators on what is true or false.
+#: Operators on booleans.
 BOOLEAN: dict[str, str] = {
     "logical_and": "{0} & {1}",
     "logical_or": "{0} | {1}",
@@ -88,7 +88,7 @@ BOOLEAN: dict[str, str] = {
     "bitwise_not": "{0} == 0",
     "bitwise_xor": "{0} != {1}",
 }
-#: Of these, those that mean something else of integers.
+#: Of these, those with another meaning for integers.
 OF_INTEGERS: dict[str, str] = {
     "bitwise_and": "{0} & {1}",
     "bitwise_or": "{0} | {1}",
@@ -99,7 +99,7 @@ VIEWS = (
     "alias", "clone", "detach", "expand", "lift_fresh_copy", "squeeze", "unsqueeze", "view", "_unsafe_view", "reshape",
     "view_of", "contiguous",
 )  # fmt: skip
-#: Operators that make a tensor of one value.
+#: Operators that create a tensor of one value.
 CONSTANTS = ("full", "full_like", "zeros_like", "ones_like", "scalar_tensor", "zeros", "ones")
 #: Reductions of a row that leave the kernel as one number for each block of columns.
 REDUCTIONS = ("sum", "mean", "amax", "amin", "logsumexp")

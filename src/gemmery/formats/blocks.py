@@ -1,4 +1,5 @@
-"""Block-sparse matrices: torch's BSR and BSC tensors as products take them, and what is prepared of a pattern once.
+"""Block-sparse matrices: torch's BSR and BSC tensors in the form for products, and the data that is prepared once per
+pattern.
 
 A pattern says which blocks are stored. A product visits it line by line: block columns of its second operand, or block
 rows of its first one. `Pattern` has the tables for both, and for blocks that are sampled, and is kept as long as the
@@ -80,7 +81,7 @@ class Pattern:
     """
 
     def __init__(self, compressed: Tensor, plain: Tensor, across: int) -> None:
-        # Copies: what is kept must not keep the indices themselves.
+        # Copies, so that the kept object does not keep the indices.
         self._ends, self._plain = (x.to(torch.int32, copy=True) for x in (compressed, plain))
         self._across = across
 
@@ -292,7 +293,7 @@ def known(x: Tensor) -> Stored | None:
 
 
 def stored(op: str, name: str, x: Tensor) -> Stored:
-    """A BSR or BSC tensor, checked. Of a pattern that was not met before, it waits for the GPU.
+    """A BSR or BSC tensor, checked. For a new pattern, it waits for the GPU.
 
     Raises:
         ValueError: its blocks are not square, of a size that there is no kernel for, or it is a batch; or its indices
@@ -314,7 +315,7 @@ def stored(op: str, name: str, x: Tensor) -> Stored:
             _known[number] = _Known(weakref.ref(x, lambda _: _known.pop(number, None)), version, found)
     if not torch.is_grad_enabled():
         return found
-    # Of the tensor itself: its values may have a gradient, and autograd sees changes before a backward pass.
+    # From the tensor itself: its values may have a gradient, and autograd sees changes before a backward pass.
     values, compressed, plain = _parts(x)
     return found._replace(values=values, compressed=compressed, plain=plain)
 

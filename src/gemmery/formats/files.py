@@ -222,7 +222,7 @@ class _About:
         if not _is_texts(aliases):
             raise ValueError(f"{where}: aliases are {aliases!r}; they must be an object of names")
         if unknown := sorted({*aliases.values()} - {*names}):
-            raise ValueError(f"{where}: an alias is of {unknown[0]!r}, which is no tensor of the file")
+            raise ValueError(f"{where}: an alias is of {unknown[0]!r}, which is not a tensor of the file")
         if taken := sorted((aliases.keys() | tensors.keys()) & {*names}):
             raise ValueError(f"{where}: {taken[0]!r} is the name of a tensor of the file already")
         return cls(tensors, aliases)

@@ -26,7 +26,7 @@ __all__ = ["from_codes", "quantize"]
 
 Scale = Literal["tensor", "channel", "block"]
 
-#: Group sizes that can be asked for.
+#: Group sizes that are supported.
 SIZES = (16, 32, 64, 128, 256, 512, 1024)
 #: The largest number of e2m1, and the exponent of its largest power of two.
 E2M1_MAX, E2M1_EXPONENT = 6.0, 2
@@ -199,7 +199,7 @@ def _made_of(w: Tensor, rule: _Rule, request: _Request) -> QuantizedTensor:
         return rule.make(values, request)
     largest = _check_range(values, request.dtype)
     result = rule.make(values, request)
-    # Scales are rounded, so that what is just below the type's limit may come back beyond it.
+    # Scales are rounded, so a number just below the type's limit may exceed it after decoding.
     if (
         largest > torch.finfo(request.dtype).max / 4
         and not result.dequantize()[values.isfinite()].isfinite().all()
@@ -247,7 +247,7 @@ def _sparse_groups(w: SparseTensor, code: Code, size: int, dtype: torch.dtype) -
         _check_range(values, dtype)
     inner, grouped = w.parts(), values.unsqueeze(-2)
     if size:
-        # Of a group's columns half are kept, and those that pad the last group are 0.
+        # Half of a group's columns are kept, and the padding of the last group is 0.
         grouped = _groups(values, size // 2)[..., : -(-K // size), :]
     scales = _or_one(_symmetric_scales(pad(grouped, (0, 1)), code.bits))
     if size:
@@ -294,7 +294,7 @@ def _check_weight(w: Tensor) -> None:
 
 
 def _request(w: Tensor, format: Format, rule: _Rule, asked: _Asked) -> tuple[_Rule, _Request]:
-    """The rule for what is asked for, and that itself."""
+    """The rule for a request, and the request."""
     symmetric, scale, dtype = asked.symmetric, asked.scale, asked.dtype
     if dtype is None:
         dtype = w.dtype if w.dtype in DTYPES else torch.bfloat16
@@ -466,7 +466,7 @@ def _finite(values: Tensor) -> Tensor:
 
 def _fp8(values: Tensor, request: _Request) -> QuantizedTensor:
     sizes = _finite(values)
-    # With a zero, for what is empty.
+    # With a zero, for empty tensors.
     largest = pad(sizes.flatten() if request.scale == "tensor" else sizes, (0, 1)).amax(-1)
     scales = _or_one(largest / torch.finfo(_fp8_type(request.format)).max)
     spread = scales if request.scale == "tensor" else scales.unsqueeze(-1)

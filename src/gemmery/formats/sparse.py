@@ -221,7 +221,7 @@ class SparseTensor(PackedWeight):
             True
         """
         N, K = self.shape[-2:]
-        # Of a weight in the type of its code, the bits: not all that is done here is done with fp8.
+        # The bits of a weight in the type of its code, because fp8 does not support all operations here.
         found = expanded(self.kept_numbers(), self.metadata).view(self.dtype)[..., :N, :K]
         if self.scales is not None:
             scales = self.scales.mT[..., :N, :].repeat_interleave(self.group_size, -1)
@@ -365,7 +365,7 @@ def _check_numbers(values: Tensor, code: str) -> None:
 
 
 def check_groups(caller: str, code: str, has_scales: bool, group_size: int) -> None:
-    """Errors about the size of groups: what no kernel knows is no weight either."""
+    """Errors about the size of groups: a weight that no kernel supports is not allowed."""
     if has_scales and not CODES[code].has_groups:
         names = " and ".join(repr(name) for name, other in CODES.items() if other.has_groups)
         raise ValueError(f"{caller}: there are scales with code {code!r}; scales of groups are for {names}")
@@ -389,7 +389,7 @@ def is_group_size(size: object) -> bool:
 
 
 def padded(rows: int, columns: int) -> tuple[int, int]:
-    """Rows and columns as they are stored.
+    """Rows and columns in stored order.
 
     Example:
         >>> padded(40, 64)
@@ -548,7 +548,7 @@ def of_kept(numbers: Tensor, at: Tensor) -> SparseTensor:
         tensor([[0., 3., 0., 4.]], dtype=torch.float16)
     """
     *batch, N, half = numbers.shape
-    # -0.0 would come back from `dense` as it is, and not as the 0 that it counts as.
+    # `dense` would return -0.0 unchanged, although it counts as 0.
     numbers = torch.where(numbers == 0, torch.zeros_like(numbers), numbers)
     return SparseTensor((*batch, N, 2 * half), *_laid(numbers, at))
 
@@ -674,8 +674,7 @@ _kept_patterns = functools.cache(_patterns)
 def transposable_mask(w: Tensor) -> Tensor:
     """The mask of numbers that "transposable" keeps: bool, of the weight's shape.
 
-    Raises:
-        ValueError: N is no multiple of 4.
+    Raises: ValueError: N is not a multiple of 4.
 
     Example:
         >>> mask = transposable_mask(torch.randn(8, 8))

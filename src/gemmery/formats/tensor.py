@@ -320,7 +320,7 @@ def is_group_size(size: object) -> bool:
 
 
 def check_shared(caller: str, format: Format, dtype: torch.dtype, group_size: int, inner: Inner) -> None:
-    """Errors about what groups share: what no kernel knows is no weight either."""
+    """Errors about the parameters of groups: a weight that no kernel supports is not allowed."""
     scales, zeros, offsets = (inner[name] for name in GROUPED)
     shifts = " and ".join(name for name in GROUPED[1:] if inner[name] is not None)
     if shifts and scales is None:

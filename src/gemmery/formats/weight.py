@@ -219,7 +219,7 @@ class PackedWeight(Tensor):
             return func(*args, **(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch's own is no class method
+    def __torch_dispatch__(  # type: ignore[override]  # torch's is not a class method
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         return aten.call(cls, func, args, kwargs or {})
@@ -311,7 +311,7 @@ def _share_memory(self: PackedWeight) -> PackedWeight:
 def _to_dense(
     self: PackedWeight, dtype: torch.dtype | None = None, *, masked_grad: bool | None = None
 ) -> Tensor:
-    """torch's own takes a wrapper for a dense tensor, and returns it as it is."""
+    """torch's method treats a wrapper as a dense tensor, and returns it unchanged."""
     found: Tensor = getattr(self, self.plain)(dtype)
     return found
 

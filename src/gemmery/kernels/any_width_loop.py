@@ -190,7 +190,7 @@ def _scales_of(first, spans):
 def _tail(registers, width, part):
     """Assembly that moves the last numbers of 64 rows of X into the registers of the last part.
 
-    The accumulator is read in parts. If the width is no multiple of a part, the last part overlaps the one before.
+    The accumulator is read in parts. If the width is not a multiple of a part, the last part overlaps the one before.
 
     Args:
         registers: those of all parts.

@@ -312,7 +312,7 @@ def exact_fmod(x, y):
     BIAS: tl.constexpr = 1075 if x.dtype == tl.float64 else 150
     LEAST: tl.constexpr = -1022 if x.dtype == tl.float64 else -126
     STEP: tl.constexpr = 62 - FRACTION
-    # In a block, since its size is asked for.
+    # In a block, because its size is needed.
     x, _ = tl.broadcast(x, tl.zeros((1, 1), x.dtype))
     x, y = tl.broadcast(x, y)
     size_x, size_y = tl.abs(x), tl.abs(y)

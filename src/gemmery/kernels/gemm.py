@@ -260,7 +260,7 @@ def walk(
     SUBTILES: tl.constexpr, CHECK_K: tl.constexpr, WIDE: tl.constexpr, ACC: tl.constexpr, OUT: tl.constexpr,
     PRECISION: tl.constexpr, IMPRECISE_ACC: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
-    """Deals out `units` tiles, of BLOCK_M / PARTS_M by BLOCK_N / PARTS_N each, to all programs in turn.
+    """Distributes `units` tiles, of BLOCK_M / PARTS_M by BLOCK_N / PARTS_N each, to all programs in turn.
 
     `FLATTEN` fuses the tile loop with the K loop, so that the next tile's loads start under this tile's epilogue.
     """

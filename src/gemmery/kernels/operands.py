@@ -8,7 +8,7 @@ and return the block of (ROWS, COLS) whose corner is (row, col), with zeros outs
 
     store(x, shape, strides, sizes, batch, row, col, value, ROWS, COLS, WIDE)
 
-and leave what is outside the matrix alone. `shape` is (rows, cols) of one matrix, `sizes` the shape of the batch,
+and leave memory outside the matrix unchanged. `shape` is (rows, cols) of one matrix, `sizes` the shape of the batch,
 `batch` the running number of a matrix in it, and `strides` is (steps, stride_row, stride_col), where `steps` has one
 entry a batch dimension, negated: Triton 3.6 fails on a nested tuple in which an integer is 1. `x` is a pointer for the
 strided functions, with strides in elements, and a tensor descriptor for the others, with a step of -1 per batch

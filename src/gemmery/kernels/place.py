@@ -223,7 +223,7 @@ def tile_of_ranges(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.conste
 def part_of_ranges(
     unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, band_m, SCAN: tl.constexpr
 ):
-    """Part of a tile of such a batch: `part_k` of its matrix's range of K, or what is left of it; see `parts.of_range`.
+    """Part of a tile of such a batch: `part_k` of its matrix's range of K, or the rest of it; see `parts.of_range`.
 
     A range has at least one part. Units are the tiles of the first part, then those of the second, and so on, so that
     programs that start together load the same blocks. `state` is (tiles of a matrix, part_k, place_args). A unit
@@ -251,8 +251,7 @@ def next_tile_of_rows(unit, state, shape, BLOCK_M, BLOCK_N, band_m, known):
     Args:
         known: the group that was found, the rows of tiles before it, its first row and its end, as `group_of` says.
 
-    Returns:
-        The place, and what is known for the next unit.
+    Returns: The place, and the state for the next unit.
     """
     M, _, K = shape
     tiles_n, divisors = state[5], state[6]

@@ -47,7 +47,7 @@ def find_rows(x, rows, M, sizes, strides):
 def load_lines(
     starts, places, inside, at, K, span, stride, LINES: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr
 ):
-    """A block (LINES, COLS) of lines from their element `at` on as float32, with zeros outside; and what is stored.
+    """A block (LINES, COLS) of lines from their element `at` on as float32, with zeros outside; and the stored block.
 
     Returns:
         The elements, their columns and which of them exist.

@@ -18,7 +18,7 @@ from .packed import load_group_params
 
 @triton.jit
 def own_rows(col, rows, COLS: tl.constexpr, PAIRED: tl.constexpr):
-    """The rows of what is stored for the columns of a block of (K, N).
+    """The stored rows for the columns of a block of (K, N).
 
     With `PAIRED`, half of them are of the upper half of the rows, from `col // 2` on, and half of the lower one.
     """
@@ -125,7 +125,7 @@ def expanded(kept, places):
 
 @triton.jit
 def decode_stored(kept, places, scale, KIND: tl.constexpr):
-    """Numbers of 16 bits, or the bits of fp8, which stay as they are."""
+    """Numbers of 16 bits, or the bits of fp8, unchanged."""
     return expanded(kept, places)
 
 

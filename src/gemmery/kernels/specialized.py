@@ -45,7 +45,7 @@ from .rings import READ_ONCE, begin_roles, beside, combine, finish, following, l
 OF_ROWS = in_gluon(of_rows)
 
 #: Rows of the tensor cores' left operand that a warpgroup multiplies; warpgroups; registers of a thread in the second
-#: one and of the loader's. The first one has what is left, 224.
+#: one and of the loader's. The first one has the rest, 224.
 ROWS, WARPGROUPS, REGISTERS, LOADER_REGISTERS = (gl.constexpr(x) for x in (64, 2, 232, 48))
 
 # Names that differ between versions of Triton: these are of 3.6 and of later ones.

@@ -1,1 +1,3 @@
-"""Measuring gemmery: what is timed, how, and against whom. Nothing here is imported by `import gemmery`."""
+"""Measurements of gemmery: the timed calls, the protocol, and the peers. Nothing here is imported by `import
+gemmery`.
+"""

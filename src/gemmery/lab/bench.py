@@ -60,7 +60,7 @@ def make_calls(
 
     Raises:
         WrongResult: a method's result is wrong; other libraries' are left out instead.
-        Exception: whatever ours fails with.
+        Exception: the error of gemmery's method.
     """
     calls, errors, left_out = {}, {}, {}
     for name, method in methods.items():

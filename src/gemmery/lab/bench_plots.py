@@ -297,7 +297,7 @@ def _ratio_marks(axes: Axes, series: Series, start: float, shift: float, count: 
 
 
 def _at_the_edge(axes: Axes, mark: Mark, x: float, colour: str, numbered: bool) -> None:
-    """A triangle for a ratio that is beyond what is shown; a number for each row, not for each regime."""
+    """A triangle for a ratio beyond the axis; a number for each row, not for each regime."""
     high = mark.middle > HIGHEST
     y = HIGHEST if high else LOWEST
     axes.plot(x, y, "^" if high else "v", color=colour, markersize=5, zorder=3, clip_on=False)
@@ -341,7 +341,7 @@ def plot(files: Sequence[Path], kinds: Sequence[str], out: Path) -> dict[str, An
         For each kind the file and the series that are in it; no file where the results have none of these.
 
     Raises:
-        ValueError: a file is no result, a kind is unknown, or `out` has another ending.
+        ValueError: a file is not a result, a kind is unknown, or `out` has another ending.
         FileNotFoundError: there is no such directory.
     """
     check_name(out)

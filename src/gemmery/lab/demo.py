@@ -153,7 +153,7 @@ def compare(model: nn.Module, batch: dict[str, Tensor], console: Console) -> Com
     seconds = {}
     expected, seconds["torch"] = _timed(model, batch, passes=PASSES)
 
-    # Layer by layer: what is shown are single products, each against torch's.
+    # Layer by layer: each product is compared with torch's.
     layers = len(gemmery.nn.swap(model, precision="torch", fuse=False))
     start = time.perf_counter()
     with _recorded(model, f"{DTYPE_NAMES[dtype]}: GEMMs", console) as calls, torch.inference_mode():
@@ -270,7 +270,7 @@ def _error(exact: Tensor, result: Tensor) -> float:
 
 
 def _show(run: Comparison, console: Console, sentences: bool) -> None:
-    """Print a comparison; the tables of the sentences only where asked for."""
+    """Print a comparison; the tables of the sentences only on request."""
     console.print(f"\n[bold]{run.dtype}[/]: {run.layers} layers replaced")
     if sentences:
         table = Table(

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Display(AbstractContextManager["Display"]):
-    """A table that grows with the rows over a progress bar; where output is no terminal, one line per row at once."""
+    """A table that grows with the rows over a progress bar; if the output is not a terminal, one line per row."""
 
     def __init__(self, result: Result, total: int, console: Console | None) -> None:
         from rich.console import Console, Group

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 #: Colours that are told apart in print and by colour-blind readers, in the order in which they are used; the palette
 #: of Okabe and Ito.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-#: Text and axes; grid lines and whatever stands back.
+#: Text and axes; grid lines and background.
 INK, FAINT = "#333333", "#bbbbbb"
 #: The colour map of quantities, dark first; even steps for every reader, in print too.
 SEQUENCE = "viridis"

@@ -171,7 +171,7 @@ class Abstract(NamedTuple):
     """A product before a config is chosen.
 
     Attributes:
-        problem: what is computed.
+        problem: the problem.
         tensors: what a `Binding` compiles with.
     """
 

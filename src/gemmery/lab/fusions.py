@@ -15,11 +15,10 @@ from .suites import Row
 
 @dataclass(frozen=True)
 class Fusion:
-    """An epilogue as it is measured.
+    """A measured epilogue.
 
     Attributes:
-        function: of the product and what is added.
-        operands: what is added: "row" for (N,), "matrix" for (M, N).
+        function: of the product and the addends. operands: the addends: "row" for (N,), "matrix" for (M, N).
         halves: whether the output has half the product's columns.
     """
 

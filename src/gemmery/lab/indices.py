@@ -290,7 +290,7 @@ def schedule_of(
             raise ValueError(
                 f"{problem} runs through the torch reference on {problem.device.name}; give a tile"
             )
-        # Of the tensors as they are given: copies have other offsets.
+        # Of the given tensors: copies have other offsets.
         chosen = launch(problem, copied=False)
         assert chosen is not None  # runs_on
         config = chosen.config
@@ -326,7 +326,7 @@ def show(found: Accesses, console: Console, edge: int = 4) -> None:
 
 
 def described(block: Block) -> list[str]:
-    """A block's place, its offsets as a formula, and what is odd about it, in lines."""
+    """A block's place, its offsets as a formula, and its peculiarities, in lines."""
     (down, across), (rows, cols) = block.strides, block.offsets.shape
     start = f"{block.start} + " if block.start else ""
     lines = [

@@ -171,7 +171,7 @@ def make_operand(row: Row, name: str, fill: Fill) -> Tensor:
 
 
 def make_inputs(row: Row, dtype: str, seed: int, device: str = "cuda") -> Inputs:
-    """Random inputs of a row, the same for the same seed whatever other rows are run."""
+    """Random inputs of a row, the same for the same seed, independent of the other rows."""
     generator = torch.Generator(device).manual_seed(seed ^ zlib.crc32(row.name.encode()))
     kind = KINDS[dtype]
     if row.scales:

@@ -27,7 +27,7 @@ SLACK = 3.0
 
 
 def codes_of(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """A row's packed weight as codes, (N, K), as they are stored, and float32 scales, (N, groups)."""
+    """A row's packed weight as stored codes, (N, K), and float32 scales, (N, groups)."""
     weight = inputs.weight
     assert weight is not None
     rows, columns = weight.shape
@@ -39,7 +39,7 @@ def codes_of(inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 
 def _signed(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """The same of an int8 weight, without what is added to codes."""
+    """The same of an int8 weight, without zero points."""
     codes, scale = codes_of(inputs)
     return (codes.to(torch.int16) - FORMATS["int8"].zero).to(torch.int8), scale
 

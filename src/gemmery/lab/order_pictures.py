@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 #: The formats of a comparison's picture, by the ending of the file's name.
 ENDINGS = (*PICTURES, ".gif", ".html")
-#: Colours of the strips of A and of B that tiles read, and of whatever is not in use.
+#: Colours of the strips of A and of B that tiles read, and of unused ones.
 OF_A, OF_B, OTHERS = COLOURS[1], COLOURS[0], "#eeeeee"
 #: And, in an animation, of tiles that are being computed; not in the map of times.
 NOW = COLOURS[3]

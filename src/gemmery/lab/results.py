@@ -99,7 +99,7 @@ def read(path: Path) -> dict[str, Any]:
     data = read_json(path)
     if not isinstance(data, dict) or (missing := set(_NEEDED) - set(data)):
         lacks = ", ".join(sorted(missing)) if isinstance(data, dict) else "everything"
-        raise ValueError(f"{path.name} is no benchmark result: it is without {lacks}")
+        raise ValueError(f"{path.name} is not a benchmark result: it lacks {lacks}")
     for row in data["rows"]:
         if "rounds" in row:
             us = row.get("roofline_us")

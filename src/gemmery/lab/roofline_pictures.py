@@ -104,7 +104,7 @@ def _short(value: float) -> str:
 
 
 def _point(axes: Axes, point: Point) -> None:
-    """Filled marks for what was measured, with its spread, and rings for what is predicted."""
+    """Filled marks for measurements, with their spread, and rings for predictions."""
     for method, (colour, mark) in METHODS.items():
         x, seconds = point.intensity, point.predicted[method]
         if seconds is not None:

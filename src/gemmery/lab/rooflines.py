@@ -1,4 +1,4 @@
-"""Rooflines of a GPU with products on them: what the datasheet allows, what is predicted and what was measured.
+"""Rooflines of a GPU with products: the datasheet's limits, predictions and measurements.
 
 The model is that of S. Williams, A. Waterman and D. Patterson, "Roofline: an insightful visual performance model for
 multicore architectures", CACM 52 (2009): a product runs at no more than the peak rate, and at no more than its
@@ -189,7 +189,7 @@ def rooflines(
         results: a folder of results, of which those of this GPU are shown; None for predictions alone.
 
     Raises:
-        ValueError: a size, a type or a suite is invalid, or a JSON file in the folder is no result.
+        ValueError: a size, a type or a suite is invalid, or a JSON file in the folder is not a result.
     """
     dtype = short_name(dtype)
     if dtype not in KINDS:
@@ -211,8 +211,7 @@ def rooflines(
 def triples(sizes: Sequence[int]) -> list[tuple[int, int, int]]:
     """Sizes one after the other as products.
 
-    Raises:
-        ValueError: they are no multiple of three.
+    Raises: ValueError: their number is not a multiple of three.
     """
     if len(sizes) % 3:
         raise ValueError(f"{len(sizes)} sizes given; M, N and K are wanted, for each product")
@@ -246,7 +245,7 @@ class Known:
         return found[-1] if found else None
 
     def plain(self, row: Row, dtype: str) -> dict[str, Any] | None:
-        """A row of whatever suite that is the same product, called in the same way."""
+        """A row of any suite that is the same product, called in the same way."""
         wanted = replace(row, dtype=dtype)
         everything = (one for rows in self.rows.values() for one in rows)
         sizes = (one for one in everything if (one["M"], one["N"], one["K"]) == (row.M, row.N, row.K))

@@ -62,7 +62,7 @@ class Row:
         call: of `CALLS`.
         batch_invariant: whether ours is asked for results that do not depend on M.
         epilogue: of `EPILOGUES`, or "" for a bare product.
-        weight: B's format, of `WEIGHTS`, "int4/32" with a scale for 32; "" if B is no packed weight.
+        weight: B's format, of `WEIGHTS`, "int4/32" with a scale for 32; "" if B is not a packed weight.
         scales: of `SCALES`, or "" if the operands have none.
     """
 

@@ -59,7 +59,7 @@ def unpacking(weight: QuantizedTensor, device: Device) -> Bound:
     spec = Packed.of(weight.dtype, format.name, format.bits, group, shifts, wide, N=N, K=K)
     kind = getattr(tl, str(weight.dtype).removeprefix("torch."))
     lines, groups = 4 * -(-K // block_columns(format.bits)), -(-K // group) if group else 0
-    # A matrix alone is no batch: Triton 3.6 fails on a tuple in which an integer is 1.
+    # A single matrix is not a batch: Triton 3.6 fails on a tuple in which an integer is 1.
     count = math.prod(batch)
     steps, sizes = ((-1,), (count,)) if count > 1 else ((), ())
     strips = -(-N // STRIP)

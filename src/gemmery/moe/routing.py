@@ -417,7 +417,7 @@ def _no_second(ctx: Any, grad: Tensor) -> None:
 
 
 _ROUTED = "Tensor inverse, Tensor offs"
-#: By name: the schema, what runs, and what gives shapes and types alone.
+#: By name: the schema, what runs, and the function that gives only shapes and types.
 _OPERATORS: dict[str, tuple[str, Any, Any]] = {
     "moe_route": (
         "(Tensor ids, SymInt num_groups) -> (Tensor, Tensor, Tensor, Tensor, Tensor)", _route, _empty,

@@ -279,7 +279,7 @@ def why_not_halves(layers: Mapping[str, nn.Module | None]) -> str | None:
 
 
 def _is_known(kind: Family, cls: type) -> bool:
-    """By the class's name and package; and its forward must be its own and use the block's children only."""
+    """By the class's name and package; the class must define its forward, which uses only the block's children."""
     if cls.__name__ not in kind.classes or not cls.__module__.startswith("transformers.models."):
         return False
     code: Any = getattr(cls.__dict__.get("forward"), "__code__", None)

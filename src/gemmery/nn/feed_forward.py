@@ -73,7 +73,7 @@ def _fits(tensors: tuple[Tensor | None, ...]) -> bool:
     if not torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
         return False
     given = [t for t in tensors if t is not None]
-    # Of DTensors each rank differentiates its part of each product.
+    # For DTensors, each rank differentiates its part of each product.
     return any(t.requires_grad for t in given) and not is_sharded(given)
 
 

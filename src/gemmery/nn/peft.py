@@ -46,7 +46,7 @@ def register(config: LoraConfig) -> LoraConfig:
         The same configuration.
 
     Raises:
-        TypeError: it is no peft.LoraConfig.
+        TypeError: it is not a peft.LoraConfig.
 
     Example:
         >>> import torch, peft, gemmery.nn.peft  # doctest: +SKIP
@@ -139,7 +139,7 @@ class LoraLinear(lora_layers.Linear):  # type: ignore[misc]  # peft has no types
         super().merge(safe_merge, adapter_names)
 
     def _get_in_out_features(self, module: nn.Module) -> tuple[int | None, int | None]:
-        # Of a class that it does not know peft warns.
+        # peft warns about a class that it does not know.
         if isinstance(module, PackedLinear):
             return module.in_features, module.out_features
         found: tuple[int | None, int | None] = super()._get_in_out_features(module)

@@ -165,7 +165,7 @@ class StackedPart(PackedLinear):
     Its `weight` and `bias` are copies of its rows, as are its entries of state dicts. It loads them as the layer did.
 
     Attributes:
-        whole: the layer with all rows. It is no child of this one, but of the module that has both.
+        whole: the layer with all rows. It is not a child of this module, but of the module that has both.
         index: which of the layers this is, in the order of their calls.
     """
 

@@ -105,7 +105,8 @@ class _Walk:
     """One pass over a model, which records the replacements and changes nothing.
 
     Attributes:
-        owners: names of modules that are no linear layers, by the ids of their parameters. made: what replaces a layer,
+        owners: names of modules that are not linear layers, by the ids of their parameters. made: what replaces a
+            layer,
         or None, by its id.
         weights: packed ones, by the ids of the plain ones.
         used: the entries of `skip` that name a layer.

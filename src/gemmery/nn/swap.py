@@ -312,7 +312,7 @@ class _Walk:
     seen: set[int] = field(default_factory=set)
 
     def children(self, parent: nn.Module, prefix: str) -> None:
-        # Not named_children, which leaves out a module's second name.
+        # Not named_children, which omits a module's second name.
         for name, child in list(parent._modules.items()):
             if child is None:
                 continue
@@ -466,17 +466,17 @@ def is_linear(module: nn.Module) -> bool:
     if isinstance(module, nn.Linear):
         return True
     sizes = (getattr(module, name, None) for name in ("in_features", "out_features"))
-    # Not what holds a layer and changes what comes out of it, as adapters do.
+    # Not a module that contains a layer and changes its output, such as an adapter.
     holds = any(isinstance(inner, nn.Linear) for inner in module.modules())
     return not holds and all(isinstance(size, int) for size in sizes)
 
 
-#: torch's modules that contain weights to multiply by, and are no linear layers.
+#: torch's modules that contain weights to multiply by, and are not linear layers.
 _OTHERS = (nn.Bilinear, nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)
 
 
 def is_other_product(module: nn.Module) -> bool:
-    """Whether a module multiplies by a weight, and is no linear layer, Conv1D or convolution."""
+    """Whether a module multiplies by a weight, and is not a linear layer, Conv1D or convolution."""
     return isinstance(module, _OTHERS)
 
 

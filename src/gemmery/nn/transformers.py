@@ -312,7 +312,7 @@ class GemmeryQuantizer(HfQuantizer):  # type: ignore[misc]  # transformers has n
             return
         assert self.packing is not None
         after = packed(module, self.packing)
-        # Without its numbers, it is what the way back begins with.
+        # Without its numbers, it is the start of the inverse conversion.
         for name, parameter in given.items():
             if parameter is not None:
                 module._parameters[name] = nn.Parameter(
@@ -537,7 +537,7 @@ def _as_stored(value: Tensor, original: nn.Module, name: str) -> Tensor:
 
 
 def _register() -> None:
-    # Not by transformers' decorators, which refuse a second time: a module may be imported anew.
+    # Not by transformers' decorators, which reject a second registration: a module may be imported again.
     auto.AUTO_QUANTIZATION_CONFIG_MAPPING[NAME] = GemmeryConfig
     auto.AUTO_QUANTIZER_MAPPING[NAME] = GemmeryQuantizer
 

@@ -216,7 +216,7 @@ def _axes_of_input(call: Call, x: Tensor) -> tuple[str, ...]:
     for place in range(x.dim(), 0, -1):
         name, full, size = names[-place], shape[-place], x.shape[-place]
         if name == "N" and halved:
-            # Of two weights that stand side by side, each is sharded, and with it the two halves of the product.
+            # Each of two adjacent weights is sharded, and so are the two halves of the product.
             axes.append("N" if 2 * size == full else "" if size == 1 else "2N")
         else:
             axes.append(name if size == full else "")

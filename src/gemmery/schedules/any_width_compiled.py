@@ -33,7 +33,7 @@ def check_maps(ptx: str) -> None:
         if re.search(rf"mov\.b64 \w+, {used};", ptx) and not re.search(
             rf"\.align \d+ \.b8 {used}\[128\]", ptx
         ):
-            raise RuntimeError(f"the kernel's parameter {used} is no tensor map")
+            raise RuntimeError(f"the kernel's parameter {used} is not a tensor map")
 
 
 def check_memory(llir: str, size: int, barriers: int) -> None:

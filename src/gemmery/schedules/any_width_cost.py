@@ -37,7 +37,7 @@ SPARSE, SPARSE_GROUP = 0.41, 0.95e-6
 SPARSE_Y, SPARSE_X = 68, 64
 #: The least seconds of a step with kept numbers of 8 bits that are widened to 16.
 SPARSE8 = 1.6e-7
-#: By how much loads from L2 slow down for each doubling of A and B beyond L2's size, with a sparse weight. Dense
+#: The slowdown of loads from L2 for each doubling of A and B beyond L2's size, with a sparse weight. Dense
 #: products, which take longer themselves, do not show this.
 BEYOND = 0.3
 #: Rows of X that a warpgroup unpacks at a time.
@@ -166,7 +166,7 @@ def costs(problem: Problem, space: Space, given: Given, takes_turns: bool) -> Co
     compute = own_steps * 2.0 * x * y * s.block_k / (given.rate * EFFICIENCY)
     compute = terms.products(p, s, compute, own_steps, x, y, groups)
     share = np.minimum(INTAKE, L2 * device.sms / busy) * device.sm_bandwidth
-    # Of a packed or sparse weight, which is X, less is loaded.
+    # A packed or sparse weight, which is X, has fewer bytes to load.
     loaded = x * (p.b.bits / p.a.bits) + y
     l2 = own_steps * loaded * (s.block_k * p.a.bits / 8) / share
     l2 = l2 * _beyond_l2(p, given, terms.beyond)

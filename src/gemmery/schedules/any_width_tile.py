@@ -76,7 +76,7 @@ class Rules(NamedTuple):
     """The tiles that are possible for a kind of X; the defaults are those of a plain matrix.
 
     Attributes:
-        name, about: X in messages, if it is no plain matrix.
+        name, about: X in messages, if it is not a plain matrix.
         numbers: by the number of warpgroups, numbers of an accumulator that a thread has registers for; None for
             `ACCUMULATORS` and `IN_TURNS`.
         each: widths are multiples of it with one or two warpgroups; None for `Tile.each`.

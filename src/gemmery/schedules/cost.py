@@ -42,7 +42,7 @@ ADDED = 1.0e-8
 #: (`benchmarks/results/looks/adapters-bf16.json`).
 THIN, THIN_RANK = 0.15e-6, 4e-9
 #: Standard deviation of the sizes of groups over their mean, besides what chance adds. Experts of trained models have
-#: Gini coefficients of 0.1 to 0.25 (arXiv:2605.20982). And the sizes that stand for all, in standard deviations.
+#: Gini coefficients of 0.1 to 0.25 (arXiv:2605.20982). The representative sizes, in standard deviations.
 IMBALANCE = 0.36
 QUANTILES = (-1.53, -0.89, -0.49, -0.16, 0.16, 0.49, 0.89, 1.53)
 #: On average, the largest of n normal numbers is about this many times sqrt(2 ln n) standard deviations, for n up to
@@ -136,7 +136,7 @@ def calls_of(problem: Problem) -> float:
 def added(problem: Problem, space: Space) -> Floats:
     """Seconds for each element of a tile in which a matrix, or a product of thin ones, is added after the sum.
 
-    Of a matrix that a traced epilogue reads there are none. See `ADDED`.
+    A matrix that a traced epilogue reads has none. See `ADDED`.
     """
     area = space.block_m * space.block_n
     seconds = thin_seconds(problem, area * 4 / space.num_warps) / area
@@ -167,7 +167,7 @@ def filled(problem: Problem, space: Space, given: Given) -> Floats:
         return np.zeros(1)
     rows = given.rows
     tiles_m, tiles_n = -(-rows // s.block_m), -(-p.N // s.block_n)
-    # A tile that is no power of two wide is loaded as two blocks.
+    # A tile whose width is not a power of two is loaded as two blocks.
     main = 1 << np.floor(np.log2(s.block_n)).astype(int)
     inside = p.N - (tiles_n - 1) * s.block_n
     outside_n = np.where(inside <= main, main, s.block_n) - inside

@@ -14,7 +14,7 @@ from .words import check_shape, group_size_of
 
 
 def kind(dtype: torch.dtype | None, like: torch.dtype) -> torch.dtype:
-    """The type of a weight: what was asked for, or that of its source if this has 16 bits, or bfloat16.
+    """The type of a weight: the requested one, or its source's if this has 16 bits, or bfloat16.
 
     Example:
         >>> kind(None, torch.float16), kind(None, torch.float32)
@@ -30,8 +30,8 @@ def assemble(
     """`from_codes`, without what changes nothing.
 
     Zero points that are all the format's own are left out. A single group without zero points and offsets becomes a
-    `channel`, which multiplies the product. Scales that are exact in `dtype` become it, and others stay float32, but
-    for those with offsets, which are rounded to `dtype` as offsets are.
+    `channel`, which multiplies the product. Scales that are exact in `dtype` become it, and others stay float32, except
+    those with offsets, which are rounded to `dtype` as offsets are.
 
     Args:
         source: the reader, for errors.

@@ -28,7 +28,7 @@ def words_to_codes(words: Tensor, bits: int, dim: int) -> Tensor:
     """
     dim %= words.dim()
     shifts = torch.arange(0, 32, bits, device=words.device, dtype=torch.int32)
-    # Of a negative word the shift brings in ones, which the mask takes away.
+    # The shift of a negative word inserts ones, which the mask removes.
     parts = words.unsqueeze(dim + 1) >> shifts.view(-1, *[1] * (words.dim() - dim - 1))
     return (parts & ((1 << bits) - 1)).to(torch.uint8).flatten(dim, dim + 1)
 
@@ -111,7 +111,9 @@ def group_size_of(source: str, columns: int, groups: int, given: int | None) -> 
             )
         return given
     if groups < 1 or columns % groups:
-        raise ValueError(f"{source}: {columns} columns are no multiple of {groups} groups; give group_size")
+        raise ValueError(
+            f"{source}: {columns} columns are not a multiple of {groups} groups; give group_size"
+        )
     return columns // groups
 
 

@@ -51,7 +51,7 @@ def _trial(device: torch.device, kind: torch.dtype | str) -> Trial:
     name = f"{kind} weight" if isinstance(kind, str) else str(kind).removeprefix("torch.")
     try:
         ran, error, allowed = _compare(device, kind)
-    except Exception as failure:  # whatever it is, it is what the doctor is asked about
+    except Exception as failure:  # any error is a finding
         return Trial(str(device), name, "", None, f"{type(failure).__name__}: {failure}")
     wrong = None if error <= allowed else f"relative error {error:.1e}, at most {allowed:.1e} is right"
     return Trial(str(device), name, ran, error, wrong)

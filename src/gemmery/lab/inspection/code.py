@@ -67,7 +67,7 @@ class Instruction:
 
     @property
     def brief(self) -> str:
-        """Its name with those operands that are no registers or addresses, such as what is waited for."""
+        """Its name with the operands that are not registers or addresses, such as the condition of a wait."""
         return " ".join([self.opcode, *_PLAIN.findall(self.operands)])
 
 

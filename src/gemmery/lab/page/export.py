@@ -20,7 +20,7 @@ Shape = tuple[int, int, int]
 
 
 def shapes() -> list[Shape]:
-    """The shapes of a file where none are asked for: those of the suites of language models."""
+    """The default shapes of a file: those of the suites of language models."""
     rows = (*suites.load("llm"), *suites.load("decode"))
     return list(dict.fromkeys((row.M, row.N, row.K) for row in rows))
 

@@ -24,7 +24,7 @@ TILES = 1 << 16
 
 @dataclass(frozen=True)
 class Launch:
-    """A product as it is launched, and the config that it is launched with."""
+    """A launched product, and its config."""
 
     problem: Problem
     config: Config

@@ -16,7 +16,7 @@ from ..fusions import FUSIONS
 
 #: GPUs by their names; the interpreter's times say nothing.
 GPUS: dict[str, Device] = {name: device for name, device in TABLE.items() if name != "interpreter"}
-#: Sizes that can be asked for. Above, no product fits a GPU's memory, and simulating its tiles takes seconds.
+#: Sizes that a query may have. Above, no product fits a GPU's memory, and simulating its tiles takes seconds.
 MOST = 1 << 18
 #: The value for no epilogue, and for a weight that is not packed.
 NONE = "none"
@@ -106,7 +106,7 @@ class Query:
 
     @classmethod
     def of(cls, given: Mapping[str, str]) -> Query:
-        """The query that texts name; what is not named is as by default.
+        """The query that texts name, with defaults for the rest.
 
         A GPU may be given by a part of its name, as to `gemmery explain`.
 

@@ -46,7 +46,7 @@ START: dict[str, float] = {
     "pointer_turn": 1.5e-6, "loads": 0.1, "stores": 0.7, "stores_apart": 1.0, "copy_straight": 0.4, "copy_turned": 1.0,
     "copy_launch": 3e-6, "warm": 2.5e-3, "throttle": 1.2,
 }  # fmt: skip
-#: Of these, what a fit leaves as it is: a single shape says something about it.
+#: Of these, the constants that a fit does not change, because only a single shape depends on them.
 GIVEN = ("warm",)
 
 

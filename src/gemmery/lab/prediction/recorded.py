@@ -73,7 +73,7 @@ def read_result(path: Path, regime: str = "burst") -> list[Recorded]:
     """The rows of a result that were measured in a regime; none where its GPU is not in the device table.
 
     Raises:
-        ValueError: the file is no result of `gemmery bench`.
+        ValueError: the file is not a result of `gemmery bench`.
     """
     data = results.read(path)
     device = device_of(data["gpu"])
@@ -107,7 +107,7 @@ def _is_outdated(config: Config | None, copied: bool | None) -> bool:
 
 
 def _config(text: str) -> Config | None:
-    """The config of a text; None for one of an earlier version that is no config any more."""
+    """The config of a text; None for a text of an earlier version that is not a valid config any more."""
     try:
         return Config.of(text)
     except ValueError:
@@ -115,7 +115,7 @@ def _config(text: str) -> Config | None:
 
 
 def read_results(place: Path, regime: str = "burst") -> list[Recorded]:
-    """All rows of a folder's results, but for those that nothing is fitted to: of `suites.RANDOM`.
+    """All rows of a folder's results, except those of `suites.RANDOM`, which are never fitted.
 
     Raises:
         ValueError: a JSON file in it is not a result.
@@ -140,7 +140,7 @@ def newest_last(place: Path) -> list[tuple[Path, dict[str, Any]]]:
     Those of a Triton that has the same schedules as the one here come after the others, and then the later ones.
 
     Raises:
-        ValueError: a JSON file in it is no result.
+        ValueError: a JSON file in it is not a result.
     """
     found = [(path, results.read(path)) for path in sorted(place.glob("*.json"))]
 
@@ -186,7 +186,7 @@ def _by_sizes(place: Path, device: Device) -> dict[tuple[int, int, int], list[tu
 
 
 def measured_of(problem: Problem) -> Measured | None:
-    """The recorded times of just this product on its GPU; None if there are none, or no results are at hand."""
+    """The recorded times of exactly this product on its GPU; None if there are none, or no results are available."""
     place = folder()
     if place is None:
         return None
@@ -213,7 +213,7 @@ class Timed:
 
 
 def tables(device: Device) -> list[measured.TableFile]:
-    """The selector's tables of a device, but for those of the Triton that streams: the same shapes once more."""
+    """The selector's tables of a device, except those of the Triton that streams, which have the same shapes."""
     return [table for table in measured.tables_of(device) if not table.suffix.endswith("-streamed")]
 
 

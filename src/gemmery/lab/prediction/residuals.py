@@ -46,7 +46,7 @@ PRIOR = Prior(kind=0.3, words=0.1, local=0.12, reach=2.0, unlike=0.6, noise=0.06
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """Products with what is known of each.
+    """Products with the features of each.
 
     Attributes:
         numbers: (products, numbers).

@@ -44,7 +44,7 @@ KINDS: dict[str, float] = {
     "half": 0.85, "tf32": 0.85, "fp32": 0.8, "fp64": 0.9, "fp8": 0.75, "fp8 fast": 0.8, "fp8 row": 0.75,
     "fp8 fast row": 0.75, "fp8 block": 0.7, "int8": 0.5, "int8 across": 0.07,
 }  # fmt: skip
-#: Of these, those that are no kernels of the BLAS's, and start otherwise.
+#: Of these, those that are not kernels of the BLAS, and start differently.
 FOREIGN = ("fp8 row", "fp8 fast row", "fp8 block")
 #: The constants before the fit; rates and bandwidths as parts of the datasheet's, times in seconds.
 #:
@@ -263,7 +263,7 @@ def parts(found: Route) -> dict[str, Any]:
 
 
 def _read(problem: Problem) -> int:
-    """Bytes of a and b, each distinct one once; a packed b as it is unpacked."""
+    """Bytes of a and b, each distinct byte once; a packed b counts as unpacked."""
     total = 0
     for operand, rows, cols in ((problem.a, problem.M, problem.K), (problem.b, problem.K, problem.N)):
         size = operand.dtype.itemsize
