@@ -80,7 +80,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 NUMBER = 3
 TITLE = "matmul on a 2-D grid with block windows"
 
-# The interpreter does a program at a time, so there the tiles and the problems are small.
+# The interpreter runs one program at a time, so there the tiles and the problems are small.
 TILE_M, TILE_N, TILE_K = (32, 32, 32) if INTERPRETED else (128, 128, 64)
 
 WINDOWS = ("block pointer", "descriptor") if HAS_BLOCK_POINTERS else ("descriptor",)

@@ -37,7 +37,7 @@ instructions.
 
 One line of the kernel is worth more than the list of configs: `tl.assume(K > 0)`. Without it, the wide tile takes 276
 µs and is no faster than rung 5. With it, the tile takes 236 µs. The compiler then leaves the four products of a step
-under way while the next step begins, with one wait, `WARPGROUP.DEPBAR gsb0 0x1`. Without the assumption it waits for
+in flight while the next step begins, with one wait, `WARPGROUP.DEPBAR gsb0 0x1`. Without the assumption it waits for
 each product before it issues the next one, with four waits, `gsb0 0x0`. The line also helps at odd sizes: each step
 reloads one register instead of 15, and the rung is 1.5 times as fast as rung 5.
 

@@ -217,7 +217,7 @@ def check_stages(answer: Callable[[int, int, int, int], int]) -> None:
 def halves(tile: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Exercise 2: the left and the right half of a tile by `reshape`, `permute` and `unbind`, as the kernel does it."""
     raise NotImplementedError(
-        "which half a column is in must become a dimension of its own, and then the last one"
+        "the half that a column is in must become a separate dimension, and then the last one"
     )
 
 

@@ -57,7 +57,7 @@ role in its own warps and with its own number of registers per thread: 232 for a
 computes the bias and gelu of rung 9 while the tensor cores work for the other.
 
 **What the machine code shows.** `gemmery inspect` and the tests of this rung examine it. There are no spills. Each K
-loop has one wait for the tensor cores, which leaves the newest step under way. The ring begins at the first byte of
+loop has one wait for the tensor cores, which leaves the newest step in flight. The ring begins at the first byte of
 shared memory; the assembly relies on this, since Gluon does not expose a block's address.
 
 Only Hopper GPUs run this kernel. On other machines, the rung runs its protocol in Python: the producer, the consumers
@@ -638,7 +638,7 @@ class Stores:
         return all(number >= self.begun - newest for number in self.pending)
 
 
-# A warp yields what it waits for: a barrier and a parity, or stores and how many of them may be under way.
+# A warp yields what it waits for: a barrier and a parity, or stores and how many of them may be in flight.
 Wait = tuple[Barrier | Stores, int]
 Warp = Iterator[Wait]
 

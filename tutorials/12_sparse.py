@@ -81,7 +81,7 @@ mma.sp.
 
 **What it gained, and why.** With one row of x, the kernel of step 3 takes 41 µs, and torch's dense product 60. Reading
 the weight alone would take 25 µs. `benchmarks/ladder_code.py` shows why the kernel comes close to this: each lane loads
-the weight 16 bytes at a time, eight such loads are under way at once, and a step has only 35 other instructions.
+the weight 16 bytes at a time, eight such loads are in flight at once, and a step has only 35 other instructions.
 gemmery's kernel takes 36 µs. With 4096 rows, where the tensor cores are the limit, it is 1.4 times as fast as torch.
 
 *Where it loses.* Step 2, the expansion in registers, takes 102 µs with one row, longer than the dense product. A step
@@ -369,7 +369,7 @@ def lanes(tiles, warps):
 
 @gluon.constexpr_function
 def along(layout, dim):
-    """The layout of a vector that is to lie along one dimension of `layout`."""
+    """The layout of a vector along one dimension of `layout`."""
     for other in (3, 2, 1, 0):
         layout = layout if other == dim else gl.SliceLayout(other, layout)
     return layout
@@ -412,7 +412,7 @@ def mma_sp_kernel(a, codes, x, out, M, N, K, TILES: gl.constexpr, STEPS: gl.cons
 
     acc = gl.zeros([TILES, WARPS, 32, 4], gl.float32, LANES)
     for _ in range(0, part, STEPS):
-        # All loads of several steps first, so that they are under way at once.
+        # All loads of several steps first, so that they are in flight at once.
         words, tiles, metadata = (), (), ()
         for i in gl.static_range(STEPS):
             metadata += (gl.load(codes + i * 32),)

@@ -2,7 +2,7 @@
 
 A rung imports this file before it imports Triton, because Triton decides when `@triton.jit` runs whether a function is
 compiled or interpreted. Without a GPU this file turns the interpreter on: the kernels then run on CPU tensors, program
-after program in NumPy, which is slow but computes the same. Nothing of a kernel is hidden in here.
+after program in NumPy, which is slow but computes the same. This file hides nothing of a kernel.
 """
 
 import argparse
@@ -48,8 +48,8 @@ HAS_BLOCK_POINTERS = "boundary_check" in inspect.signature(tl.load).parameters
 class Row:
     """One line of a rung's result: how wrong something was, and on a GPU how fast.
 
-    `role` says how the ladder is to read the line: "this" is the rung itself, "before" the rung before it, "torch" what
-    torch offers for the same work, "copy" a plain copy (the yardstick of memory bandwidth), "other" a variant.
+    `role` is the meaning of the line for the ladder: "this" is the rung itself, "before" the rung before it, "torch"
+    what torch offers for the same work, "copy" a plain copy (the yardstick of memory bandwidth), "other" a variant.
     """
 
     name: str
@@ -156,7 +156,7 @@ def time_us(calls: Sequence[Callable[[], object]], rounds: int | None = None) ->
     """Median device time of each call in microseconds.
 
     `do_bench` overwrites the L2 cache before every run, so that inputs come from memory as they mostly do in a model,
-    and its median ignores the odd slow run. A GPU that has just run a light kernel has power to spare, which favors the
+    and its median ignores a few slow runs. A GPU that has just run a light kernel has power to spare, which favors the
     next one; hence several rounds, each in a new order.
     """
     graphs = [captured(call) for call in calls]

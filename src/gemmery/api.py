@@ -1,4 +1,4 @@
-"""The operations a user calls, in torch's names and conventions."""
+"""The operations that a user calls, with torch's names and conventions."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ def matmul(
         out_dtype: the type of the result. The default is the type of the operands, bfloat16 for fp8 and int32 for int8;
             a result that the epilogue has cast keeps its type. For several results, it may be a tuple, in which None
             means the default.
-        precision: how float32 is multiplied: "ieee" (the default, whatever torch's `allow_tf32` says), "tf32",
+        precision: how float32 is multiplied: "ieee" (the default, regardless of torch's `allow_tf32`), "tf32",
             "tf32x3", or "torch", which is "tf32" if `torch.backends.cuda.matmul` allows it at the call, and otherwise
             "ieee".
         fast_accum: whether fp8 products are accumulated at the tensor cores' own precision, as `torch._scaled_mm` does.
-        batch_invariant: whether every row of the result has the same bits whatever M, the batch and the other rows are,
+        batch_invariant: whether every row of the result has the same bits for every M, every batch and any other rows,
             at some cost in speed.
         config: a Config, its string or its dict, to use instead of the selected one.
 

@@ -323,7 +323,7 @@ def batch_invariant(enabled: bool = True) -> Iterator[None]:
     Inside the context, gemmery computes `torch.mm`, `addmm`, `bmm`, `baddbmm`, `matmul` (`@`), `mv`, `dot`,
     `nn.functional.linear` and functions that decompose into them (`nn.Linear`, `einsum`, ...). A row of the result has
     the same bits whatever the number of rows and of matrices, the other rows, and the memory layout of the operands
-    are. fp32 is IEEE, whatever torch's `allow_tf32` says. gemmery's own functions are batch-invariant inside the
+    are. fp32 is IEEE, regardless of torch's `allow_tf32`. gemmery's own functions are batch-invariant inside the
     context as well.
 
     The context applies to the current thread, and to a backward pass that is started inside it. A CUDA graph that is

@@ -166,7 +166,7 @@ def _given(
     x: Tensor, weight: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, lora_x: Tensor | None,
     operand: Operand | None,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """The tensors by name, after a look at what and where they are; for a packed weight, one that stands for it."""
+    """The tensors by name, with checked types and devices; a packed weight is replaced by one tensor."""
     # Reading a property of a subclass of Tensor takes a microsecond.
     given = {"x": x, "weight": weight if operand is None else operand.matrix.mT, "a": a, "b": b}
     given |= {name: value for name, value in (("bias", bias), ("lora_x", lora_x)) if value is not None}

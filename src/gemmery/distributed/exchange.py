@@ -125,7 +125,7 @@ class Shared:
         #: By the kind's name. Memory of earlier sizes is kept, too: a captured graph may use it.
         self._memories: dict[str, list[Memory]] = {}
         if self.device.type == "cuda":
-            #: A stream for work beside kernels, and events: data to send is ready, and data has been sent.
+            #: A stream for work parallel to kernels, and events: data to send is ready, and data has been sent.
             self.side = torch.cuda.Stream(device)
             self.placed, self.sent = torch.cuda.Event(), torch.cuda.Event()
 
@@ -138,7 +138,7 @@ class Shared:
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """Work that is queued inside runs beside later work, until `join`; on a CPU, it runs at once."""
+        """Work that is queued inside runs in parallel with later work, until `join`; on a CPU, it runs at once."""
         if self.device.type != "cuda":
             yield
             return
@@ -153,7 +153,7 @@ class Shared:
             torch.cuda.set_stream(main)
 
     def join(self) -> None:
-        """Makes later work wait for the work beside it."""
+        """Makes later work wait for the parallel work."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).wait_event(self.sent)
 

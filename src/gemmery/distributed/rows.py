@@ -80,8 +80,8 @@ class _Rows(NamedTuple):
         shards: this rank's shard, on every rank.
         sent: the numbers that tell, on every rank, that this rank's shard was sent.
         arrivals: see `ArrivingRows`.
-        begin: launches `place_shard`, or `begin_call` where the shard lies apart, given a shard and the time for which
-            it waits.
+        begin: launches `place_shard`, or `begin_call` where the shard is in separate memory, given a shard and the time
+            for which it waits.
     """
 
     whole: Tensor

@@ -126,14 +126,15 @@ def hold(captured: Captured, origin: Epilogue[Any, Any] | None = None) -> Held:
 
 #: Epilogues of plain functions, by what tells these apart.
 _memo: dict[Any, Epilogue[Any, Any]] = {}
-#: Types of values that a function may take from outside and still be known when it is made anew.
+#: Types of values that a function may take from outside and still be recognized when it is created again.
 _SIMPLE = (int, float, bool, str, type(None))
 #: The attribute in which a function that captures other objects keeps its Epilogue, so that nothing else holds these.
 _OWN = "__gemmery_memo__"
 
 
 def memoised(function: Any) -> Any:
-    """The Epilogue of a plain function, the same for one that is made anew of the same code and the same values.
+    """The Epilogue of a plain function, the same for a function that is created again from the same code and the same
+    values.
 
     Returns a function unchanged if it can't be recognized that quickly.
     """
@@ -144,7 +145,7 @@ def memoised(function: Any) -> Any:
         and function.__defaults__ is None
         and function.__kwdefaults__ is None
     ):
-        # The usual cases stand here: one call less on the way of every product.
+        # The usual cases are here, which saves a call in every product.
         key: Any = (function.__code__, id(function.__globals__))
     elif kind is types.BuiltinFunctionType and isinstance(function.__self__, types.ModuleType | type | None):
         key = function

@@ -1,8 +1,8 @@
 """Captures a function at one moment: its code and the values that it takes from outside, never its name.
 
-A lambda in a loop is made anew in every round and is still one function; one whose closure has another number in it is
-another. Tensors count by what they look like, since their data is read at every call. A captured function can be built
-again as it was, whatever its closure and its globals hold by then. Gradients run that one.
+A lambda in a loop is created again in every round and is still the same function; with another number in its closure,
+it is another function. Tensors count by what they look like, since their data is read at every call. A captured
+function can be built again as it was, whatever its closure and its globals hold by then. Gradients run that one.
 """
 
 from __future__ import annotations

@@ -393,7 +393,7 @@ class _Lowering:
         if not kind.is_floating_point:
             # No integer is infinite or NaN.
             return self._apply(node, "{0} != {0}" if len(inputs) == 1 else template, inputs, kind)
-        # One operand may have to be rounded to the other's type: a tensor decides over a number.
+        # One operand may need rounding to the other's type: a tensor's type takes precedence over a number's.
         for i, x in enumerate(inputs):
             if not isinstance(x, Value):
                 inputs[i] = torch.tensor(x, dtype=kind).item()

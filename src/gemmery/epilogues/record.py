@@ -178,7 +178,7 @@ class Recorder(TorchDispatchMode):
         return self._note(func, args, kwargs)
 
     def _note(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Add an operator's node, and what stands for its results."""
+        """Add an operator's node, and the nodes of its results."""
         node = self.graph.call_function(func, *pytree.tree_map_only(Tensor, self._node, (args, kwargs)))
         node.meta["where"] = self._where()
         results = (_elementwise if torch.Tag.pointwise in func.tags else _without_data)(func, args, kwargs)

@@ -120,7 +120,7 @@ class Results:
         return tensors
 
     def main(self, tensors: Sequence[Any]) -> Tensor:
-        """The tensor that the kernel stores itself, or one that stands in its place where the epilogue stores all."""
+        """The tensor that the kernel stores itself, or its replacement if the epilogue stores all."""
         if self.program.main is not None:
             found: Tensor = tensors[self.program.main]
             return found

@@ -144,7 +144,7 @@ def _trace(
         try:
             graphs.append(_once(function, arguments, sizes, device, files, grad))
         except Exception as error:
-            # Whatever torch fails with is an error in the user's function, or one that tracing it met.
+            # Any error of torch is an error in the user's function, or in tracing it.
             raise Untraceable(
                 f"the {role} {_name(function)} can't be traced: {_reason(error, sizes)}"
             ) from error
@@ -220,7 +220,7 @@ def _lines(graph: fx.Graph, sizes: Sizes) -> list[str]:
         return words.get(value, str(value))
 
     def argument(node: fx.Node, value: Any) -> Any:
-        # Numbers that are not sizes have to be the same ones.
+        # Numbers that are not sizes must be the same.
         places = isinstance(value, list | tuple) or node.target in _PLACES
         return word(value) if places else f"{type(value).__name__} {value}"
 

@@ -141,7 +141,7 @@ def _visits(ends: Tensor) -> Tensor:
 
 
 def _table(numbers: Tensor) -> Tensor:
-    """A table that kernels read, of which there is memory, though nothing be stored."""
+    """A table that kernels read, with memory even if no block is stored."""
     return numbers.int().contiguous() if len(numbers) else numbers.new_zeros(1, dtype=torch.int32)
 
 
@@ -207,7 +207,7 @@ def pattern_of(x: Tensor, compressed: Tensor, plain: Tensor, across: int, what: 
 
 
 def _met(compressed: Tensor, plain: Tensor, across: int) -> Pattern:
-    """The pattern that was kept last of this memory; a new one of indices that were not met."""
+    """The last pattern of this memory; a new one for unknown indices."""
     key = (_look(compressed), _look(plain), across)
     kept = _patterns.get(key)
     if kept is not None:
@@ -285,7 +285,7 @@ def is_blocks(x: Any) -> bool:
 
 
 def known(x: Tensor) -> Stored | None:
-    """`stored` of a tensor that was met before and has not changed since; not where gradients are recorded."""
+    """`stored` of a known tensor that has not changed since; not while gradients are recorded."""
     found = _known.get(id(x))
     if found is None or found.tensor() is not x or (torch.is_grad_enabled() and x.requires_grad):
         return None

@@ -3,11 +3,11 @@
 A warp holds a 16 x 16 block of a matrix multiply's left operand in fragments: lane `4 g + q` has rows `g` and `g + 8`
 and columns `2 q`, `2 q + 1`, `2 q + 8` and `2 q + 9` (PTX ISA, wgmma and mma, register fragments). A strip of 16 rows
 is cut into blocks of `8 P` columns, where `P` numbers fit into a word of 32 bits. Of such a block each lane holds four
-words, which lie side by side: two of row `g` and then two of row `g + 8`, with the numbers of columns `2 q` and
+words, which are adjacent: two of row `g` and then two of row `g + 8`, with the numbers of columns `2 q` and
 `2 q + 1` modulo 8. So a lane reads 16 bytes, and no number ever changes its lane.
 
 The tensor cores take numbers of adjacent columns in pairs. So the first of two words has the first half of both
-columns' numbers and the second one the rest: all that a pair is made of lies in one word. The format determines the
+columns' numbers and the second one the rest: one word contains a whole pair. The format determines the
 place in the word, see `formats.base.ORDERS`.
 """
 
@@ -48,7 +48,7 @@ def padded(rows: int, columns: int, bits: int) -> tuple[int, int]:
 
 
 def runs(order: Order, bits: int) -> tuple[tuple[tuple[int, int, int], ...], ...]:
-    """Of each number of a word, its bits that lie side by side: the first one, their mask, and where it lies.
+    """Of each number of a word, its bits that are adjacent: the first one, their mask, and where it lies.
 
     Example:
         >>> runs(in_turn(8), 8)

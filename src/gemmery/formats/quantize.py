@@ -177,7 +177,7 @@ def _in_parts(w: Tensor, rule: _Rule, request: _Request) -> QuantizedTensor:
     if not rows or has_no_values(w) or w.numel() <= limit:
         return _made_of(w, rule, request)
     outline = _made_of(torch.empty(w.shape, device="meta"), rule, request)
-    # At once and first, so that what parts need lies in one place, which the next one takes again.
+    # At once and first, so that all parts use the same memory, one after another.
     result = outline.with_parts(
         {name: torch.empty_like(x, device=w.device) for name, x in outline.parts().items()}
     )

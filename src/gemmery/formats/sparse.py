@@ -3,7 +3,7 @@
 Both lie as torch's `SparseSemiStructuredTensorCUTLASS` has them, so its weights are taken without a copy. The metadata
 of four numbers are four bits: the place of the first kept number in the lower two, that of the second one above. A word
 of metadata is of 16 columns, of row r in its lower half and of row r + 8 in its upper one. The words of 32 rows and 32
-columns lie side by side, in the order in which the lanes of a warp hand them to the tensor cores.
+columns are adjacent, in the order in which the lanes of a warp hand them to the tensor cores.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .weight import (
 PATTERN = "2:4"
 #: Columns of which two are kept; rows and columns of which storage has a multiple.
 GROUP, ROWS, COLUMNS = 4, 32, 64
-#: Rows and columns whose words of metadata lie side by side.
+#: Rows and columns whose words of metadata are adjacent.
 BLOCK = 32
 #: The least number of columns with one scale: those of a block of metadata.
 SMALLEST_GROUP = 32

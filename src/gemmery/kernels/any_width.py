@@ -23,7 +23,7 @@ A tile goes to memory in parts of 64 rows of X by some of Y, through slots of sh
 slots. A program's last tile has a slot for each part, in the ring.
 
 An operand has a form, which tells the coordinates of its tensor map: "rows" are (k, row), "turned" is (row, k), where
-adjacent elements lie along the rows, "pairs" are (k, row of 8, half, eight), "packed" is (word, line, strip), see
+adjacent elements are along the rows, "pairs" are (k, row of 8, half, eight), "packed" is (word, line, strip), see
 `any_width_packed`, "sparse" is (kept number, row), see `any_width_sparse`, and "sparse pairs" is both. Rows of a pair
 come from its two halves in turn, eight at a time, so that both numbers that make one of the output are in one thread.
 "many rows" and "many turned" are for a batch of matrices and have one more coordinate, the number of the matrix.
@@ -70,7 +70,7 @@ def matrix_descriptor(address, CHUNK: gl.constexpr):
     """The lower half of a matrix descriptor of PTX: the address and the layout of a block in shared memory.
 
     Args:
-        CHUNK: bytes from one 64 to the next, where adjacent elements lie along the rows.
+        CHUNK: bytes from one 64 to the next, where adjacent elements are along the rows.
     """
     return (address >> 4) | (CHUNK // 16 << 16)
 
@@ -443,7 +443,7 @@ def gemm_any_width(
         GROUPS: warpgroups that multiply: 1, 2 or 3; 2 with PINGPONG.
         LOOPS: see `finish_tile`.
         FORMAT: see `multiply_steps`.
-        X_FORM, Y_FORM: how the operands lie.
+        X_FORM, Y_FORM: the forms of the operands.
         BUFFERS: slots that each warpgroup has beside the ring.
         REGISTERS, LOADER_REGISTERS: of a thread in all warpgroups but the first, and of the loader's.
         SOURCE: identifies the version of the files that write assembly.

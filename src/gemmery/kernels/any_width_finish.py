@@ -26,7 +26,7 @@ from .rings import applied, barrier, column_halves, upright
 
 @gluon.constexpr_function
 def lie_beside(X_FORM, SECOND):
-    """Whether the parts of a program's last tile lie side by side in the ring."""
+    """Whether the parts of a program's last tile are adjacent in the ring."""
     return X_FORM == "packed" or X_FORM.startswith("sparse") or SECOND is not None
 
 
@@ -71,7 +71,7 @@ def store_slot(at, warp, row, col, shape, X_FORM, Y_FORM, MAP, _semantic=None):
         at: the slot's place, in bytes from the beginning of shared memory.
         row, col: where the part begins.
         shape: (end of the rows, columns of the product, which matrix of a batch, and how many groups of rows).
-        X_FORM, Y_FORM: how the operands lie.
+        X_FORM, Y_FORM: the forms of the operands.
         MAP: the number of the kernel's parameter that is the result's tensor map; None for the output's.
     """
     number = value_of(MAP) or maps_of(X_FORM, Y_FORM).out
@@ -227,7 +227,7 @@ def finish_tile(
     Args:
         spread: whether each part has its own slot, in the ring, where this warpgroup's rows of X were: 64 rows of
             X have one in each stage. With a packed weight, whose words are smaller, and with two results, all parts
-            lie side by side there. Otherwise parts take the warpgroup's `BUFFERS` in turn.
+            are adjacent there. Otherwise parts take the warpgroup's `BUFFERS` in turn.
         first_slot: the first of these slots.
         own_slot: the first of the warpgroup's own.
         cut: see `summed`; None if no tile is cut.

@@ -30,7 +30,7 @@ def map_of(format: Stage | None, X_FORM: str, Y_FORM: str) -> int:
 
     Args:
         format: of a packed or sparse weight, or None; the maps of its parameters come before.
-        X_FORM, Y_FORM: how the operands lie.
+        X_FORM, Y_FORM: the forms of the operands.
     """
     number: int = maps_of(X_FORM, Y_FORM, format).matrix
     return number

@@ -35,7 +35,7 @@ LAST_ROW = gl.constexpr(1 << 30)
 
 @gluon.constexpr_function
 def is_turned(FORM):
-    """Whether adjacent elements of an operand lie along its rows."""
+    """Whether adjacent elements of an operand are along its rows."""
     return FORM.endswith("turned")
 
 
@@ -56,7 +56,7 @@ def is_apart(X_FORM, Y_FORM):
 
 
 def told_of(batch, X_FORM, Y_FORM):
-    """`matrix_of` for loads, which also take the mark of rows that lie apart, see `shards.arriving_tile`."""
+    """`matrix_of` for loads, which also take the mark of rows in separate memory, see `shards.arriving_tile`."""
     return [batch] if is_apart(X_FORM, Y_FORM) else matrix_of(batch, X_FORM, Y_FORM)
 
 
@@ -93,7 +93,7 @@ class Maps(NamedTuple):
     Attributes:
         x, y, out: of X, of Y and of the output.
         params: of each of `Stage.kinds`.
-        own: of the rows that lie apart, where there are some.
+        own: of the rows in separate memory, where there are some.
         matrix: of the epilogue's matrix, where there is one.
     """
 
@@ -263,7 +263,7 @@ def _chosen(name, FORM, row, mark, own):
         FORM: how it lies.
         row: a register with the first row.
         mark: a register; see `shards.arriving_tile`.
-        own: the number of the kernel's parameter that is the tensor map of the rows that lie apart.
+        own: the number of the kernel's parameter that is the tensor map of the rows in separate memory.
     """
     if value_of(FORM) != "own rows":
         return "", row
@@ -363,7 +363,7 @@ def prefetch_maps(FORMAT, X_FORM, Y_FORM, _semantic=None):
 
     Args:
         FORMAT: see `multiply_steps`.
-        X_FORM, Y_FORM: how the operands lie.
+        X_FORM, Y_FORM: the forms of the operands.
     """
     found = maps_of(X_FORM, Y_FORM, format_of(FORMAT))
     maps = "".join(
@@ -450,7 +450,7 @@ def load_steps(
         batch: the number of the matrix, in a batch; or the end of the range of K; or `shards.arriving_tile`'s mark.
         STEP: elements along K of a step.
         FORMAT: see `multiply_steps`.
-        X_FORM, Y_FORM: how the operands lie.
+        X_FORM, Y_FORM: the forms of the operands.
     """
     full_, stage_, phase_, stages_, k_, last_, *of_operands, streams_ = (f"${i}" for i in range(1, 15))
     width_ = of_operands[4]

@@ -109,7 +109,7 @@ def _step(sums, KIND, turned):
         sums: for each 64 rows of X the registers of the accumulator.
         KIND, turned: see `multiply_steps`.
     """
-    # This step's products stay under way, so those of the step before are done with their blocks.
+    # This step's products stay in flight, so those of the step before are done with their blocks.
     return (
         f"{_products(sums, KIND, turned, 'adds')} wgmma.wait_group.sync.aligned 1;"
         f"{releasing('before')} setp.eq.s32 adds, 0, 0;"
@@ -224,7 +224,7 @@ def multiply_steps(
         scales: what `scales_of` gives for steps that are multiplied by scales, which are promoted; (), where none is.
         PROMOTES: whether each step is summed separately and then added. Tensor cores sum fp8 with 14 bits.
         FORMAT: of a packed or sparse weight, which is X; see `any_width_stage.Stage`. Otherwise None.
-        X_FORM, Y_FORM: how the operands lie.
+        X_FORM, Y_FORM: the forms of the operands.
         WIDTHS: what `width` may be, in the order of the code for each.
         PART: columns of Y that are read at a time.
         PINGPONG: whether the other warpgroup may multiply when this one's last products have begun. Each warp says so

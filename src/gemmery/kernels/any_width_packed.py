@@ -139,7 +139,7 @@ class StageFormat(NamedTuple):
         """See `Stage.steps`; X is unpacked on the way.
 
         A step is multiplied in pieces with separate registers, one or two pieces at a time. Their
-        registers are overwritten while the products of the other pieces are under way. In another order, or with a
+        registers are overwritten while the products of the other pieces are in flight. In another order, or with a
         first step that is not apart, the assembler of Triton 3.8 and older ones makes the products wait for each other.
 
         Args:

@@ -10,7 +10,7 @@ Kept numbers of 8 bits are not swizzled if the other operand has 16 bits. Each t
 widens them to 16 bits, and the tensor cores take these from registers, too.
 
 The tensor cores read registers while they multiply. So there are two sets of registers: one step is loaded while the
-other is multiplied. After every `TOGETHER` steps a warpgroup waits for all of its products. If some stayed under way
+other is multiplied. After every `TOGETHER` steps a warpgroup waits for all of its products. If some stayed in flight
 from one round of the loop to the next, the assembler of Triton 3.6 to 3.9 would make each product wait for the one
 before.
 """
@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 
 from .any_width_stage import HEAD, ROWS, Params
 
-#: Rows whose words lie together, and bytes of their words with 32 columns.
+#: Rows whose words are stored together, and bytes of their words with 32 columns.
 BLOCK, WORDS_BYTES = 32, 128
 #: The upper half of the matrix descriptor of the kept numbers: swizzled by 64 bytes, 512 bytes from one 8 rows to the
 #: next.

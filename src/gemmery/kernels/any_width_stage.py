@@ -7,7 +7,7 @@ for the class.
 from collections.abc import Callable
 from typing import Literal, NamedTuple, Protocol
 
-#: Rows that an instruction multiplies, and whose parameters lie together; bytes of a row of a stage.
+#: Rows that an instruction multiplies, and whose parameters are stored together; bytes of a row of a stage.
 ROWS, LINE_BYTES = 64, 128
 #: The upper half of the matrix descriptors of dense operands: swizzled by 128 bytes, 1024 bytes from one 8 rows to the
 #: next.
@@ -91,7 +91,7 @@ class Stage(Protocol):
         Args:
             sums: for each 64 rows of X the registers of the accumulator.
             KIND: see `any_width_loop.multiply_steps`.
-            turned: whether adjacent elements of Y lie along its rows.
+            turned: whether adjacent elements of Y are along its rows.
             promotes: whether the products of some steps are summed separately and then added.
             rows: of X in a stage.
             arrived: assembly that waits for a stage.

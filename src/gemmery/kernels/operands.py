@@ -96,7 +96,8 @@ def load_apart(
     ROWS: tl.constexpr, COLS: tl.constexpr, CHECK_ROWS: tl.constexpr, CHECK_COLS: tl.constexpr, WIDE: tl.constexpr,
     RANK: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """A block of a matrix of `RANKS` shards, of which number `RANK` lies apart; no block has rows of two shards.
+    """A block of a matrix of `RANKS` shards, of which number `RANK` is in separate memory; no block has rows of two
+    shards.
 
     `strides` has a fourth entry: where that shard is, whose strides are the same.
     """

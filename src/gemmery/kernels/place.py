@@ -187,7 +187,7 @@ def tile_of_rows(
 ):
     """Tile number `unit` of groups of rows, group after group; see `group_of`.
 
-    The batch is the group. A group's weight is read once, since its tiles come together. `place_args` is
+    The batch is the group. A group's weight is read once, because its tiles are consecutive. `place_args` is
     (offs, groups). A unit beyond the last tile begins at the end of its rows.
     """
     M, N, K = shape

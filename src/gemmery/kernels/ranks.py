@@ -125,7 +125,7 @@ def unpacked(bits, HALF: tl.constexpr):
 
 @builtin
 def computed_anew(value, _semantic=None):
-    """The same number. Values computed from it are computed anew, and not kept in registers from before."""
+    """The same number. Values computed from it are computed again, and not kept in registers."""
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic
     )
@@ -207,7 +207,7 @@ def places_of(
 ):  # fmt: skip
     """The places in a buffer of the elements of some columns of a block, which of them exist, and their counters.
 
-    In squares of 8 by 8, since a warp's accumulators lie so: each of its stores is then to 256 adjacent bytes. Squares
+    In squares of 8 by 8, the layout of a warp's accumulators: each of its stores is then to 256 adjacent bytes. Squares
     have a counter each.
 
     Args:
@@ -216,7 +216,7 @@ def places_of(
         shape, row, col, COLS: as an epilogue has them of the whole block. If columns are paired, it has twice as many.
         size: places of a rank.
         N: columns of the product.
-        TURNED: whether adjacent elements of a square lie along its columns; the same on all ranks.
+        TURNED: whether adjacent elements of a square are along its columns; the same on all ranks.
     """
     # Tiles have a multiple of 8 rows, and rows that do not exist have places, too. So several are stored at a time.
     rows = row // 8 * 8 + numbers_along(acc, 0)

@@ -76,7 +76,7 @@ def later(stage, phase, steps, STAGES: gl.constexpr):
 def offsets(acc, col, COLS: gl.constexpr):
     """The offsets of a block's elements in a tile of `COLS` columns; the block has the columns from `col` on.
 
-    In blocks of 8 by 8, since a warp's accumulators lie so: each of its accesses is then to 256 adjacent bytes.
+    In blocks of 8 by 8, the layout of a warp's accumulators: each of its accesses is then to 256 adjacent bytes.
     """
     LAYOUT: gl.constexpr = acc.type.layout
     rows = gl.arange(0, acc.shape[0], gl.SliceLayout(1, LAYOUT))[:, None]

@@ -85,7 +85,7 @@ def partial_sums(at, count, STRIDE, _semantic=None):
 
 @builtin
 def same_program(_semantic=None):
-    """The number of the program, read anew, so that values computed from it need not stay in registers."""
+    """The number of the program, read again, so that values computed from it need not stay in registers."""
     return gl.inline_asm_elementwise(
         "mov.u32 $0, %ctaid.x;", "=r", [], dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic
     )

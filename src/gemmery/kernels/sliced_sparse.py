@@ -3,8 +3,8 @@
 With few rows, a product takes about as long as its weight takes from memory. A warp has a block of 32 rows of the
 weight and, of each step of the program, 128 columns. It reads kept numbers and metadata as they are stored, straight
 into the registers from which the tensor cores take them; see `sparse_fragments`. While it multiplies those of a step,
-those of the next one are on their way. The activations of a step go through shared memory, since each lane needs words
-that lie apart. At the end, the sums of warps that share K are added up, in a fixed order.
+those of the next one are on their way. The activations of a step go through shared memory, because each lane needs
+words that are not adjacent. At the end, the sums of warps that share K are added up, in a fixed order.
 
 For GPUs whose tensor cores have `mma.sp`, in Gluon, since each lane has to have the right registers.
 """

@@ -392,7 +392,7 @@ def multiply_packed(
 def add_scaled(acc, product, scale):
     """`acc + product * scale`, a scale a row, before the next product.
 
-    The compiler would postpone the sums until more products are under way, for which there are no registers.
+    The compiler would postpone the sums until more products are in flight, for which there are no registers.
     """
     return gl.inline_asm_elementwise(
         "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", [product, gl.expand_dims(scale, 1), acc],

@@ -79,7 +79,7 @@ def add_columns(acc, left, right, strides, shape, row, col, RANK: tl.constexpr):
     at_left = left + rows.to(tl.int64) * left_row
     at_right = right + cols.to(tl.int64) * right_col
     for first in range(0, RANK, 16):
-        # All loads of these are under way together.
+        # All loads of these are in flight together.
         for i in tl.static_range(16):
             k = tl.cast(first + i, tl.int64)
             x = tl.load(at_left + k * left_col, mask=(rows < shape[0]) & (k < RANK), other=0.0)

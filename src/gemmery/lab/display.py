@@ -112,7 +112,7 @@ class Display(AbstractContextManager["Display"]):
 
 
 def rate(summary: dict[str, Any]) -> tuple[str, str]:
-    """TFLOP/s and the per cent of the roofline, in the first regime that has them."""
+    """TFLOP/s and the percent of the roofline, in the first regime that has them."""
     figures: dict[str, Any] = next((figures for figures in summary.values() if "tflops" in figures), {})
     tflops = f"{figures['tflops'][OURS]:.1f}" if figures else ""
     return tflops, f"{figures['roofline'][OURS]:.0%}" if "roofline" in figures else ""

@@ -83,7 +83,7 @@ class Row:
 
     @property
     def quantized(self) -> bool:
-        """Whether operands stand for other numbers than those that they hold."""
+        """Whether operands represent other numbers than the stored ones."""
         return bool(self.weight or self.scales)
 
     @property

@@ -246,7 +246,7 @@ def gate(function: Callable[[Tensor, Tensor], Tensor]) -> Epilogue[..., Tensor]:
             f"gate: {name} takes one tensor; it must be a torch function of (gate, up). For an activation of the gate, "
             "which then multiplies up, give `experts` its name, such as 'silu'"
         )
-    # One that is made anew, as a lambda, is the one that it was, if it takes the same values from outside.
+    # A function that is created again, such as a lambda, is the same function if it captures the same values.
     is_made_once = isinstance(function, types.FunctionType) and "<" not in function.__qualname__
     return _gate(function if is_made_once else memoised(function))
 

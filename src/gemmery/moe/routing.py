@@ -285,7 +285,7 @@ def _route(ids: Tensor, num_groups: int) -> tuple[Tensor, ...]:
 
 
 def _layout(ids: Tensor) -> tuple[int, int, int]:
-    """Columns and strides; one column where rows follow one another, which spares a division."""
+    """Columns and strides; one column if rows follow one another, which saves a division."""
     (_, k), (row, col) = ids.shape, ids.stride()
     return (1, col, 0) if row == k * col or ids.shape[0] == 1 else (max(k, 1), row, col)
 

@@ -16,7 +16,7 @@ from .linear import Linear, is_plain, is_untouched
 
 @dataclass(frozen=True)
 class FusedProduct:
-    """A product that stands for layers of a block, as these are now.
+    """A product that replaces layers of a block in their present state.
 
     Attributes:
         layers: their names; their own products do not run.
@@ -41,7 +41,7 @@ class FusedProduct:
 def activated_product(
     name: str, layer: nn.Module, act: Activation, module: Callable[[Tensor], Tensor]
 ) -> FusedProduct | None:
-    """Of a layer and a module that computes `act`; None if calling them may do something else."""
+    """From a layer and a module that computes `act`; None if calling them may do something else."""
     if not (is_plain(layer) and computes(module, act)):
         return None
     return FusedProduct.of((name,), layer, layer.weight, layer.bias, act.alone)
@@ -50,14 +50,14 @@ def activated_product(
 def gated_product(
     names: tuple[str, str], gate: Linear, up: Linear, act: Activation, module: Callable[[Tensor], Tensor]
 ) -> FusedProduct | None:  # fmt: skip
-    """Of a gate and what it gates, and a module that computes `act`; None likewise."""
+    """From a gate, the layer that it gates, and a module that computes `act`; also None."""
     if not (are_alike(gate, up) and computes(module, act)):
         return None
     return FusedProduct.of(names, gate, *halves(gate.weight, up.weight, gate.bias, up.bias), act.gated)
 
 
 def stacked_product(name: str, layer: nn.Module, act: Activation) -> FusedProduct | None:
-    """Of a layer that is both, the gate first; None likewise."""
+    """From a layer that is both, the gate first; also None."""
     return FusedProduct.of((name,), layer, layer.weight, layer.bias, act.gated) if is_plain(layer) else None
 
 

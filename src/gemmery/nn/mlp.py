@@ -167,7 +167,7 @@ def stacked_gated_linear(
 
 
 def _resolve(given: ActivationLike) -> Activation:
-    # Modules hand on an Activation: torch.compile need not look into how one is found.
+    # Modules pass on an Activation, so torch.compile need not trace the lookup.
     return given if isinstance(given, Activation) else activation(given)
 
 

@@ -89,7 +89,7 @@ class Arriving(Dense):
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
-        """The matrix, this rank's shard if it lies apart, `Arrivals.flags` and `Arrivals.calls`."""
+        """The matrix, this rank's shard if it is in separate memory, `Arrivals.flags` and `Arrivals.calls`."""
         number = Layout(torch.int32, (), 0, 1, True)
         return (self, *((replace(self, is_apart=False),) if self.apart else ()), number, number)
 
@@ -123,7 +123,7 @@ class ArrivingAccess(DenseAccess):
         return with_constants(loaders.load_apart, RANK=spec.rank, RANKS=spec.ranks)
 
     def behind_strides(self, tensors: Sequence[Tensor], numbers: Sequence[float]) -> tuple[Any, ...]:
-        """This rank's shard, if it lies apart."""
+        """This rank's shard, if it is in separate memory."""
         return (tensors[1],) if self.layout.apart else ()
 
     def place(self, own: Any, is_cut: bool) -> Any:

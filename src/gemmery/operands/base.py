@@ -153,7 +153,7 @@ class Spec(Layout):
 
     @property
     def is_encoded(self) -> bool:
-        """Whether it stands for a matrix that is stored in another form; torch is given the matrix instead."""
+        """Whether it represents a matrix that is stored in another form; torch receives the matrix instead."""
         return self.unpacks or self.is_sparse
 
     @property
@@ -206,7 +206,7 @@ class Spec(Layout):
 
     @property
     def apart(self) -> bool:
-        """Whether this GPU's shard of the rows lies apart from the others; see `arriving`."""
+        """Whether this GPU's shard of the rows is in separate memory from the others; see `arriving`."""
         return False
 
     @property
@@ -399,7 +399,7 @@ class Operand:
 
     @property
     def strip(self) -> int:
-        """Rows of a packed weight that are stored together, so that its halves have to be multiples of it."""
+        """Rows of a packed weight that are stored together, so its halves must be multiples of it."""
         return 1
 
     @property

@@ -227,7 +227,7 @@ class PackedAccess(Access):
             )
         ]
         groups = max(step // self.spec.group, 1) if self.spec.group else 1
-        # If there are several groups, rows have to lie together by `ROWS`.
+        # If there are several groups, `ROWS` rows must be stored together.
         of_params = groups, box if groups == 1 else ROWS
         found += [
             StageMap(each, (self.groups, self.columns), (self.columns, 1), (groups, ROWS), of_params)

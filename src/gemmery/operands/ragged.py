@@ -116,7 +116,7 @@ class Ragged(Spec):
 
     @property
     def by_pointers(self) -> bool:
-        """Whether TMA can't load its blocks: gathered rows, and groups that lie side by side.
+        """Whether TMA can't load its blocks: gathered rows, and groups that are adjacent.
 
         A group may begin anywhere, but along adjacent elements TMA loads only from multiples of 16 bytes.
         """
@@ -131,7 +131,7 @@ class Ragged(Spec):
 
 
 class RaggedAccess(Access):
-    """The loader of a matrix in groups, and where its units of work lie."""
+    """The loader of a matrix in groups, and the places of its units of work."""
 
     def __init__(self, spec: Ragged, problem: Problem, tma: bool) -> None:
         inner = spec.ungrouped.access(problem, is_b=False, tma=tma)

@@ -174,7 +174,7 @@ DECODERS = {
 LEAST_BOX = 16
 #: Columns of a step of fp8 in `schedules.any_width`.
 FP8_STEP = 128
-#: Rows of each half of a weight in two halves that lie side by side.
+#: Rows of each half of a weight in two halves that are adjacent.
 HALF = 8
 
 

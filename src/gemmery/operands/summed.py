@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 ROUNDED = 64
 #: Those types, as `kernels.ranks` names them.
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
-#: The most rows for `sliced_k`, whose accumulators lie along rows. Most other schedules swap operands.
+#: The most rows for `sliced_k`, whose accumulators are along rows. Most other schedules swap operands.
 SLICED = 8
 
 

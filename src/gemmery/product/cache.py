@@ -1,8 +1,8 @@
 """The only cache of calls: how calls that look alike run.
 
 A call is recognised by its functions, which must not have changed, and by the layouts of its tensors. Then only the
-results have to be allocated and the kernel entered. `look` and `launch` run in every call, so their time counts: all
-that a call has in common with an earlier one is looked up, and only the rest is examined.
+results must be allocated and the kernel entered. `look` and `launch` run in every call, so their time counts: all that
+a call has in common with an earlier one is looked up, and only the rest is examined.
 """
 
 from __future__ import annotations

@@ -327,7 +327,7 @@ class AnyWidthBinding(Binding):
         return made
 
     def _own(self, tensors: Sequence[Any], boxes: tuple[int, ...]) -> Any:
-        """The descriptor of A's rows that lie apart, as that of the others; None if there are none."""
+        """The descriptor of A's rows in separate memory, as that of the others; None if there are none."""
         p, swap = self.problem, self.config.swap
         if not p.a.apart:
             return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-#: The machine code of a wait for products, with how many may stay under way.
+#: The machine code of a wait for products, with how many may stay in flight.
 PENDING = re.compile(rb"\xc5\x79\x00\x00\x00\x80\x00\x00.(.)", re.DOTALL)
 
 

@@ -38,7 +38,7 @@ class Forms(NamedTuple):
     """The layout of a problem's operands, as far as possible tiles and a kernel's code depend on it.
 
     Attributes:
-        a_turned, b_turned: whether adjacent elements lie along M in a, and along N in b.
+        a_turned, b_turned: whether adjacent elements are along M in a, and along N in b.
         paired: see `Problem.paired`.
         packed: `Spec.staged` of b, of halves where these are paired.
         batched: whether there is a batch of them.

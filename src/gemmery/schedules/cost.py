@@ -28,7 +28,7 @@ TAIL_EFFICIENCY = 0.8
 #: part inside; and the share of the multiprocessors that ask for such rows from which on it takes as long. Fitted with
 #: the model of tiles of any width.
 FILL, FILLED = 7.05e-9, 0.615
-#: Bytes that lie together in shared memory along an operand's unit stride.
+#: Bytes that are stored together in shared memory along an operand's unit stride.
 CHUNK = 128
 #: Seconds that a function such as an activation takes for an element of a tile, and that reading or writing another
 #: matrix takes. Fitted with the model of tiles of any width.

@@ -194,7 +194,7 @@ def _space(
     Args:
         whole: leave out configs that cut K.
         names: schedules that are considered.
-        forms: how the operands lie.
+        forms: the forms of the operands.
         blocks: see `Problem.wants_room`.
     """
     entries = []

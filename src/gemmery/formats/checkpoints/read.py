@@ -266,7 +266,7 @@ class _Scheme(NamedTuple):
 
     Attributes:
         group_size: columns that share a scale; None if schemes differ, or there is none.
-        block: rows and columns that do; None likewise.
+        block: rows and columns that do; also None.
         num_bits: of a code, those of all schemes.
     """
 

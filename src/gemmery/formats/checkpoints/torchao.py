@@ -160,7 +160,7 @@ def untile(words: Tensor) -> Tensor:
     `_convert_weight_to_int4pack`, PTX ISA mma.m16n8k16).
 
     Args:
-        words: int32, (N / 8, K / (16 T), 32, T / 2), where T is how many tiles lie together.
+        words: int32, (N / 8, K / (16 T), 32, T / 2), where T is how many tiles are stored together.
 
     Returns:
         uint8, (N, K).

@@ -158,7 +158,7 @@ def _move(count: int, opcode: str, bits: int) -> str:
 
 
 def _lines(loop: Loop | None) -> list[tuple[str, str]]:
-    """A pipeline's lines, and what is told beside them."""
+    """A pipeline's lines, and the notes beside them."""
     return [(_line(run), run.note) for run in pipeline(loop)] if loop else []
 
 

@@ -30,7 +30,7 @@ def _filled(style: str, addresses: Mapping[str, str], data: str = "") -> str:
 
 
 def linked() -> str:
-    """The page whose parts lie under static/."""
+    """The page whose parts are under static/."""
     style = '<link rel="stylesheet" href="static/style.css">'
     return _filled(style, {name: f"./static/{name}.js" for name in modules()})
 

@@ -31,7 +31,7 @@ def _integers(problem: Problem) -> bool:
 
 
 def times(found: Prediction) -> dict[str, Any]:
-    """The predicted times side by side, and what they say of each other."""
+    """The predicted times and their comparison."""
     rows = {"gemmery": found.gemmery, "cublas": found.cublas, "roofline": found.roofline}
     longest = max(seconds for seconds in rows.values() if seconds is not None)
     made: dict[str, Any] = {
@@ -171,7 +171,7 @@ def _knobs(problem: Problem, c: Config) -> Iterator[tuple[str, str, str]]:
 
 
 def roofline(found: Prediction) -> dict[str, Any]:
-    """The device's roof, and where the product lies under it, in operations per byte and operations per second."""
+    """The device's roof, and the product's place under it, in operations per byte and operations per second."""
     p, device = found.problem, found.problem.device
     peak, integers = device.rate(p.a.dtype, p.precision), _integers(p)
     ridge = peak / device.bandwidth

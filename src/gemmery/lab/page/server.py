@@ -46,7 +46,7 @@ async def _options(_: Request) -> Response:
 async def _product(request: Request) -> Response:
     try:
         query = Query.of(request.query_params)
-        # Some milliseconds of arithmetic, beside which the page's parts can be served.
+        # Some milliseconds of arithmetic, during which the page's parts can be served.
         return _json(await run_in_threadpool(_body, query))
     except QueryError as error:
         return _json(encoded(error.asdict()), 400)

@@ -49,7 +49,7 @@ def rate(value: float, integers: bool = False) -> Figure:
 
 
 def part(value: float) -> Figure:
-    """A part of a whole in per cent, with a decimal where it is near either end: 87 %, 0.4 %, 99.7 %."""
+    """A part of a whole in percent, with a decimal where it is near either end: 87 %, 0.4 %, 99.7 %."""
     percent = 100 * value
     near = 0 < percent < 9.95 or 99 < percent < 99.95
     return {"value": value, "text": f"{percent:.{1 if near else 0}f} %"}
