@@ -25,7 +25,7 @@ from .schedules.binding import TL
 
 Per = Literal["token", "block", "tensor", "mx"]
 PERS: tuple[Per, ...] = ("token", "block", "tensor", "mx")
-#: The formats: their types, and the largest number of each that a quantised one becomes. That of int8 is symmetric.
+#: The formats: their types, and the largest number of each that a quantized one becomes. That of int8 is symmetric.
 FORMATS: dict[str, tuple[torch.dtype, float]] = {
     "e4m3": (torch.float8_e4m3fn, 448.0),
     "e5m2": (torch.float8_e5m2, 57344.0),

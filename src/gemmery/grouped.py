@@ -28,7 +28,7 @@ from .product.seen import PLAIN, autocast_dtype, wants_gradient
 from .product.shape import OF_WEIGHTS, operand_names
 from .product.spec import Factor, Functions, OutTypes
 
-#: Ask the GPU whether `offs` is valid, at the price of a synchronisation with every call.
+#: Ask the GPU whether `offs` is valid, at the price of a synchronization with every call.
 CHECKS_OFFSETS = os.environ.get("GEMMERY_CHECK_OFFSETS", "0") not in ("", "0")
 
 
@@ -457,7 +457,7 @@ def _check_numbers(op: str, offs: Tensor, given: dict[str, tuple[Tensor | None, 
 
 
 def _of_groups(op: str, bias: Any, count: int, columns: int) -> Any:
-    """A bias, or each of a pair, with a row for each group where it has one.
+    """A bias, or each of a pair, with a row for each group if it has groups.
 
     Args:
         count, columns: of the weight's groups, and rows of the weight, or of each of a pair.
@@ -472,7 +472,7 @@ def _of_groups(op: str, bias: Any, count: int, columns: int) -> Any:
 
 
 def _with_row_scale(epilogue: Any) -> Epilogue[..., Any]:
-    """An epilogue, or none, with its matrices multiplied by one more argument."""
+    """An epilogue, or none, with its matrices multiplied by an additional argument."""
     if epilogue is None or isinstance(epilogue, Epilogue):
         return _row_scaled(epilogue)
     known = memoised(epilogue)

@@ -73,7 +73,7 @@ def _product(
         if out.shape != shape:
             out.resize_(shape)
     options = Options(out_dtype, "ieee", False, True, None)
-    # The function mode would look at every attribute that is read, and gradients have been dealt with above.
+    # The function mode would look at every attribute that is read, and gradients are handled above.
     with torch._C.DisableTorchFunction(), torch.no_grad():
         if forward_ad._current_level >= 0 and not _len_torch_dispatch_stack():
             # torch computes the tangents, above this level.

@@ -41,7 +41,7 @@ def _drop_unit(sizes: list[int], operands: list[_Strides]) -> None:
 
 
 def _merge(sizes: list[int], operands: list[_Strides]) -> None:
-    """Join neighbouring batch dimensions that every operand walks through as one."""
+    """Join neighboring batch dimensions that every operand walks through as one."""
     for i in range(len(sizes) - 2, -1, -1):
         if all(operand.steps[i] == operand.steps[i + 1] * sizes[i + 1] for operand in operands):
             sizes[i] *= sizes[i + 1]

@@ -307,7 +307,7 @@ def _run(
 
 
 def _turned(b: Tensor, dtype: torch.dtype) -> Tensor:
-    """b.T in another type; where it is copied, in the order that products read best."""
+    """b.T in another type; if it is copied, in the order that products read fastest."""
     return b.mT if b.dtype == dtype else torch.empty(b.mT.shape, dtype=dtype, device=b.device).copy_(b.mT)
 
 
@@ -389,7 +389,7 @@ class _Recorded(torch.autograd.Function):
         # Not the operand, whose tensors autograd would then not free after the backward pass.
         ctx.kind, ctx.options = (operand.text, operand.sizes), options
         _keep(ctx, x, operand.tensors, a, b, bias, lora_x, u, ctx.needs_input_grad[3])
-        # No view, since torch forbids changing one in place that a function returns.
+        # Not a view, because torch forbids in-place changes of a view that a function returns.
         return y if x.dim() == 2 else y.view(*x.shape[:-1], b.shape[0]).data
 
     @staticmethod

@@ -159,7 +159,8 @@ class Problem:
 
     @property
     def predicted(self) -> Problem:
-        """The product whose time is predicted in place of this one's: where groups are ragged, that of equal ones.
+        """The product whose time is predicted in place of this one's: if groups are ragged, the product of equal
+        groups.
 
         Its number of nonempty groups is that of a random assignment of rows to groups. With a block-sparse operand, it
         is the product of lines with as many blocks as there are on average.

@@ -1,4 +1,4 @@
-"""Products of two quantised operands: `gemmery.scaled_matmul`."""
+"""Products of two quantized operands: `gemmery.scaled_matmul`."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def _bmm(a: Tensor, b: Tensor, *, out: Tensor) -> None:
 class _Choice(ExternKernelChoice):
     """A kernel by its name."""
 
-    def hash_key(self) -> str:  # type: ignore[override]  # torch memoises its own
+    def hash_key(self) -> str:  # type: ignore[override]  # torch memoizes its own
         """The key of its times; times of another version are not valid."""
         return f"{super().hash_key()}-{__version__}"
 

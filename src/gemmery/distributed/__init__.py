@@ -1,7 +1,7 @@
 """Tensor and expert parallelism: packed weights that are sharded, styles for `parallelize_module` that shard them, and
 products that are summed over ranks.
 
-Products of DTensors need nothing from here. It imports torch.distributed, and is imported by its name alone.
+Products of DTensors do not need this module. It imports torch.distributed, and is imported by its name alone.
 """
 
 from .all_gather import all_gather_linear, all_gather_matmul

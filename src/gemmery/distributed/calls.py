@@ -26,7 +26,7 @@ from ..product.shape import OF_WEIGHTS, operand_names
 from ..product.spec import Functions, Options
 from .exchange import Shared, shared_by
 
-#: Types of operands whose products are summed in 32 bits, which kernels take.
+#: Types of operands that kernels support: their products are summed in 32 bits.
 TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.int8)
 
 

@@ -58,7 +58,7 @@ def _flagged(name: str) -> Kind:
 
 #: For partial sums that all ranks add up: the size is the number of places of the product, see `Exchange`.
 SUMS = Kind("sums", 1 << 20, 1 << 23, lambda n, size: 2 * n * size, lambda size: size // 64 + 1, EMPTY.value)
-#: For the rows of all ranks, for sums that a rank is sent of its own rows, and for results of a rank's rows.
+#: For the rows of all ranks, for sums of a rank's rows that it receives, and for results of a rank's rows.
 ROWS, PARTIALS, RESULTS = _flagged("rows"), _flagged("partial sums"), _flagged("results")
 
 

@@ -62,7 +62,7 @@ def words_of(rows: int, columns: int, dtype: torch.dtype) -> int:
 def _quick(kernel: Any, grid: tuple[int, int, int], on_gpu: bool, *arguments: Any) -> Callable[..., object]:
     """A function that launches a kernel with arguments of the same kinds as the given ones.
 
-    Triton's own launch takes the host as long as the rest of a call.
+    Triton's launch takes as much host time as the rest of a call.
     """
     launch: Callable[..., object] = kernel.warmup(*arguments, grid=grid)[grid] if on_gpu else kernel[grid]
     return launch

@@ -115,7 +115,7 @@ def softcap(acc: Tensor, cap: Number) -> Tensor:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Gates: the product's columns are those of the gate, then those of what it gates
+# Gates: the product's columns are those of the gate, then those of the gated layer
 
 
 def swiglu(acc: Tensor) -> Tensor:

@@ -108,7 +108,7 @@ class Program:
         paired: whether the product's columns come in halves; see `problem.Fusion`.
         inputs: which of the arguments after the product it reads, in the order of its tensors.
         numbers: which of them are the numbers that it takes, in their order.
-        outputs: what it returns, in the function's order.
+        outputs: the values that it returns, in the function's order.
         tensors: how many tensors it takes: the inputs, then what it writes.
         ahead: the same in two texts, of a function that loads a block of the one matrix that it reads, and of the rest,
             whose arguments are (args, block); None if it reads none, several, or one of wide elements: two blocks of

@@ -25,7 +25,7 @@ def lowered_program(
     inputs: Sequence[Any], dims: Sequence[tuple[str, ...] | None], device: torch.device, role: str = "epilogue",
     narrow: bool = False,
 ) -> Program:  # fmt: skip
-    """A function of a block and other inputs as a device function; memoised by `key`, unless that is None.
+    """A function of a block and other inputs as a device function; memoized by `key`, unless that is None.
 
     Args:
         function: gives its results and whether it returns a tuple.

@@ -1,4 +1,4 @@
-"""Weights of few bits: formats, quantising, and the tensor that holds them."""
+"""Weights of few bits: formats, quantizing, and the tensor that holds them."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,7 +1,7 @@
 """Formats: the number for each stored code, and the parameters that a group of codes shares.
 
 A stored number is `(values[code] - zero) * scale` or `values[code] * scale + offset`, in which zero, scale and offset
-are shared by a group of neighbouring columns of a row; what a whole row, or all, shares besides, multiplies the product
+are shared by a group of neighboring columns of a row; what a whole row, or all, shares besides, multiplies the product
 instead.
 """
 

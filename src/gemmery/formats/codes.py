@@ -1,4 +1,4 @@
-"""A quantised weight of codes that lie one to a byte and of scales in rows, as checkpoints have them."""
+"""A quantized weight of codes that lie one to a byte and of scales in rows, as checkpoints have them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of safetensors that hold plain and quantised tensors."""
+"""Files of safetensors that hold plain and quantized tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from ..files import parse_json, replacing
 from .weight import PackedWeight
 
-#: The entry of a file's metadata that says which tensors are parts of a quantised one.
+#: The entry of a file's metadata that says which tensors are parts of a quantized one.
 KEY = "gemmery"
 VERSION = 1
 

@@ -1,4 +1,4 @@
-"""The order in which packed numbers lie in memory, which is that in which the tensor cores' threads want them.
+"""The order of packed numbers in memory, which is the order in which the tensor cores' threads need them.
 
 A warp holds a 16 x 16 block of a matrix multiply's left operand in fragments: lane `4 g + q` has rows `g` and `g + 8`
 and columns `2 q`, `2 q + 1`, `2 q + 8` and `2 q + 9` (PTX ISA, wgmma and mma, register fragments). A strip of 16 rows

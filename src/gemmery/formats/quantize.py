@@ -30,7 +30,7 @@ Scale = Literal["tensor", "channel", "block"]
 SIZES = (16, 32, 64, 128, 256, 512, 1024)
 #: The largest number of e2m1, and the exponent of its largest power of two.
 E2M1_MAX, E2M1_EXPONENT = 6.0, 2
-#: A weight of more numbers is quantised in parts, on the CPU and on a GPU, where a part takes many launches.
+#: A weight of more numbers is quantized in parts, on the CPU and on a GPU, where a part takes many launches.
 PART, PART_ON_GPU = 1 << 16, 1 << 21
 
 
@@ -72,13 +72,13 @@ class _Rule:
     """The rule by which numbers are quantized to a format.
 
     Attributes:
-        sizes: group sizes that can be asked for.
+        sizes: the supported group sizes.
         size: that by default.
         make: gives the weight, of float32 and a request.
         blocks: the rule with `scale="block"`, where `scale` decides what shares one; None if it is `group_size`.
         has_zeros: whether groups can have zero points.
-        takes_nan: whether there are codes for what is not finite.
-        rows: a part of so many rows, or of a multiple, can be quantised by itself; 0 if all of a weight shares
+        takes_nan: whether there are codes for NaN or infinity.
+        rows: a part with a multiple of this number of rows can be quantized by itself; 0 if all of a weight shares
             something.
     """
 
@@ -318,7 +318,7 @@ def _request(w: Tensor, format: Format, rule: _Rule, asked: _Asked) -> tuple[_Ru
 
 
 def _check_range(values: Tensor, dtype: torch.dtype) -> float:
-    """The largest finite magnitude; an error if the type can't hold it, to which numbers are rounded later."""
+    """The largest finite magnitude; an error if it exceeds the type to which numbers are rounded later."""
     limit = torch.finfo(dtype).max
     largest = _finite(values).max().item() if values.numel() else 0.0
     if largest > limit:
@@ -343,7 +343,7 @@ def _codes(grouped: Tensor, like: Tensor) -> Tensor:
 
 
 def _or_one(scales: Tensor) -> Tensor:
-    """Scales by which one can divide: a group of zeros, or one whose scale is too small for its type, gets 1."""
+    """Scales as divisors: a group of zeros, or a group whose scale is too small for its type, gets 1."""
     return torch.where(scales == 0, torch.ones_like(scales), scales)
 
 

@@ -134,7 +134,7 @@ class ScaledTensor:
         return f"ScaledTensor({tuple(self.shape)}, {self.dtype}, kind={self.kind!r}, device={str(self.device)!r})"
 
 
-# torch.load calls nothing else for one, by default: the constructor, which checks.
+# By default, torch.load only calls the constructor, which checks its arguments.
 torch.serialization.add_safe_globals([ScaledTensor])
 
 

@@ -428,7 +428,9 @@ def unpacked_metadata(metadata: Tensor) -> Tensor:
 
 
 def check_metadata(metadata: Tensor, caller: str) -> None:
-    """ValueError for four bits whose first place is not below the second one; tensor cores leave open what these do."""
+    """ValueError for four bits whose first place is not below the second one; their effect in tensor cores is
+    undefined.
+    """
     check_places(unpacked_metadata(metadata), caller)
 
 
@@ -463,8 +465,7 @@ def sparsify(weight: Tensor, pattern: str = PATTERN, *, method: Method = "magnit
     Args:
         weight: (*batch, N, K), float16, bfloat16 or a wider type, which becomes bfloat16; K is a multiple of 4. It may
             be one of torch's semi-structured weights. A `torch.sparse.SparseSemiStructuredTensorCUTLASS` is not copied;
-            a cuSPARSELt weight is packed from its dense form. Their elements are kept as they are, whatever `method`
-            says.
+            a cuSPARSELt weight is packed from its dense form. Their elements are kept unchanged, for any `method`.
         pattern: "2:4".
         method: which elements are kept.
 

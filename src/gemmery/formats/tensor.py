@@ -127,7 +127,7 @@ class QuantizedTensor(PackedWeight):
     @property
     def format(self) -> Format:
         """The format of the codes."""
-        # Kept by its name, of which the compiler can make a constant where a weight is made in what it compiles.
+        # Kept by its name, which the compiler can turn into a constant if compiled code creates a weight.
         return FORMATS[self.format_name]
 
     # --- as values -------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """The start and the loads of tiles of any width, as assembly; see `any_width`.
 
-At its start, a launch has to wait for its first loads. So before warps have their roles, warp 0 initialises the
-barriers of the first `AHEAD` steps and issues their loads, and warps 1 to 3 initialise the other barriers. Afterwards
+At its start, a launch has to wait for its first loads. So before warps have their roles, warp 0 initializes the
+barriers of the first `AHEAD` steps and issues their loads, and warps 1 to 3 initialize the other barriers. Afterwards
 one warp loads. For a step of a small tile, the tensor cores need less time than one thread needs to issue two loads.
 So small tiles have two loading warps, one for each operand. With two, large tiles would be up to 2 % slower.
 """

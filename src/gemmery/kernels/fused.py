@@ -182,7 +182,7 @@ def sigmoid(x):
 def silu(x):
     """`x * sigmoid(x)`. In single precision off by less than 1e-6.
 
-    `1 / (1 + u)` for u = exp(-|x|) is a cubic polynomial and one Newton step, whose error is centred. This takes
+    `1 / (1 + u)` for u = exp(-|x|) is a cubic polynomial and one Newton step, whose error is centered. This takes
     arithmetic alone, since the exponential already keeps the unit for special functions busy.
     """
     if x.dtype == tl.float64:

@@ -1,7 +1,7 @@
 """Loaders of packed weights, with the signature of `operands`' loaders: a block comes as numbers in fp16 or bf16.
 
 `x` is (words, scales, shifts), each a pointer or a tensor descriptor, or the words alone if there are no scales;
-shifts may be None. Scales and shifts are the group parameters. A quantisation group is some rows of K. The matrix is
+shifts may be None. Scales and shifts are the group parameters. A quantization group is some rows of K. The matrix is
 (K, N), as products have it, and its words are of its transpose: (matrices, strips, lines, 32), see `formats.packing`.
 Scales and shifts are (matrices, groups, columns). `strides` is (steps, strips, lines, groups, columns): steps of the
 batch in matrices, negated, and the sizes just named.

@@ -1,7 +1,7 @@
-"""Quantising: the largest magnitude of each line, the scale that follows from it, and the line as small numbers.
+"""Quantizing: the largest magnitude of each line, the scale that follows from it, and the line as small numbers.
 
 A line is `span` adjacent columns of a row that share a scale, or a part of them. A row has `groups` lines, the last of
-which may be shorter. Blocks of lines go along the rows, or `DOWN` through rows that are neighbours in memory. x has
+which may be shorter. Blocks of lines go along the rows, or `DOWN` through rows that are neighbors in memory. x has
 any strides, as `operands` has them; what is written is contiguous.
 
 Magnitudes are compared as integers: the bits of float32 numbers without sign have the order of the numbers. A NaN is

@@ -1,4 +1,4 @@
-"""The matrix product with specialised warps: one loads, and warpgroups multiply, each at its own pace.
+"""The matrix product with specialized warps: one loads, and warpgroups multiply, each at its own pace.
 
 For Hopper, in Gluon. A warpgroup, which is four warps, multiplies 64 rows of what the tensor cores take on their left.
 Between two products it has work to do on its own: it unpacks a weight's words, or multiplies a step's product by its

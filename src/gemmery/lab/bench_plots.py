@@ -98,7 +98,7 @@ def _curves(
 
 
 def _colours(count: int) -> list[str]:
-    """So many colours; from the seventh on they repeat."""
+    """The first colors; from the seventh on, they repeat."""
     return [COLOURS[place % len(COLOURS)] for place in range(count)]
 
 

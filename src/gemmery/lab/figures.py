@@ -21,12 +21,12 @@ from ..files import check_place, replacing
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: Colours that are told apart in print and by colour-blind readers, in the order in which they are used; the palette
+#: Colors that are told apart in print and by color-blind readers, in the order in which they are used; the palette
 #: of Okabe and Ito.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 #: Text and axes; grid lines and background.
 INK, FAINT = "#333333", "#bbbbbb"
-#: The colour map of quantities, dark first; even steps for every reader, in print too.
+#: The color map of quantities, dark first; even steps for every reader, in print too.
 SEQUENCE = "viridis"
 #: The formats that `save` writes.
 PICTURES = (".png", ".svg")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.image import AxesImage
 
-#: Colours of lanes that are masked off, neither of which is in the map of offsets.
+#: Colors of lanes that are masked off, neither of which is in the map of offsets.
 MASKED = {ASTRAY: "#d9d9d9", BEYOND: COLOURS[1]}
 #: The most points per side of a picture of a whole matrix.
 POINTS = 200
@@ -96,7 +96,7 @@ def _sampled(size: int) -> np.ndarray:
 
 
 def _block(axes: Axes, block: Block) -> AxesImage:
-    """The lanes of a block, coloured by their offset or, where they are masked off, by why."""
+    """The lanes of a block, colored by their offset or, where they are masked off, by why."""
     from matplotlib.colors import ListedColormap
 
     rows, cols = block.offsets.shape

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 #: The formats of a comparison's picture, by the ending of the file's name.
 ENDINGS = (*PICTURES, ".gif", ".html")
-#: Colours of the strips of A and of B that tiles read, and of unused ones.
+#: Colors of the strips of A and of B that tiles read, and of unused ones.
 OF_A, OF_B, OTHERS = COLOURS[1], COLOURS[0], "#eeeeee"
 #: And, in an animation, of tiles that are being computed; not in the map of times.
 NOW = COLOURS[3]
@@ -142,7 +142,7 @@ def _first_tiles(axes: Axes, launch: Launch, order: Order) -> None:
 def _tiles_and_strips(
     axes: Axes, launch: Launch, time: np.ndarray, rows: np.ndarray, columns: np.ndarray
 ) -> list[AxesImage]:
-    """Tiles coloured by time, those without one grey, and beside them the strips of A and B in use."""
+    """Tiles colored by time, those without one gray, and beside them the strips of A and B in use."""
     from matplotlib import colormaps
     from matplotlib.colors import ListedColormap
 
@@ -229,7 +229,7 @@ def animate(comparison: Comparison, path: Path) -> None:
             for film in films:
                 film.show(begin, end)
             frames.append(Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB"))
-    # The one in the middle and the last have all colours that there are.
+    # The one in the middle and the last have all colors that there are.
     palette = Image.fromarray(np.concatenate([frames[len(frames) // 2], frames[-1]])).quantize()
     first, *others = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames]
     with replacing(path) as part:

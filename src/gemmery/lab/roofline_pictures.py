@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-#: Colours and marks of the methods.
+#: Colors and marks of the methods.
 METHODS = {"gemmery": (COLOURS[0], "o"), "cublas": (COLOURS[1], "s")}
 LABELS = {"gemmery": "gemmery", "cublas": "the vendor's BLAS"}
 #: Operations per byte that are shown where no product asks for more.

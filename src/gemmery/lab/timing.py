@@ -114,7 +114,7 @@ def _figures(
 def _graphed(estimates: Mapping[str, Estimate]) -> bool:
     """Whether steady figures go through CUDA graphs, because the GPU would wait for some method's host.
 
-    Graphs for all or for none: a graph's launches follow each other a little faster, which would favour some.
+    Graphs for all or for none: a graph's launches follow each other a little faster, which would favor some.
     """
     return any(estimate.host_bound for estimate in estimates.values())
 
@@ -179,13 +179,13 @@ def compare(
 
     Raises:
         ValueError: there is no method, no round, or an unknown regime.
-        RuntimeError: a method synchronises with the GPU.
+        RuntimeError: a method synchronizes with the GPU.
     """
     return measure(methods, rounds=rounds, seed=seed, regimes=regimes, watch=watch).rounds
 
 
 def host_time(call: Call, *, watch: Stopwatch) -> float:
-    """Seconds that the host is busy with one call: the median of several rows of calls without synchronisation."""
+    """Seconds that the host is busy with one call: the median of several rows of calls without synchronization."""
     for _ in range(100):
         call()
     times = []

@@ -1,6 +1,6 @@
 """Cross-compilation of kernels for a GPU that is not present, down to its machine code, with our own driver.
 
-Until code is loaded, binding and specialisation ask the driver only for the target.
+Until code is loaded, binding and specialization ask the driver only for the target.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A fast launch: everything that the launches of a plan share is prepared once.
 
-At every launch Triton binds and specialises the arguments, looks the kernel up and encodes a tensor map for each
+At every launch Triton binds and specializes the arguments, looks the kernel up and encodes a tensor map for each
 descriptor. The launches of a plan differ only in addresses and numbers. So the arguments are laid out once as Triton's
 C function takes them. A launch fills in the addresses and calls that function; tensor maps are cached by address.
 
@@ -140,7 +140,7 @@ class _Layouter:
     """Lays arguments out for one version's C function.
 
     Args:
-        sources: meta proxies of the launch's tensors. Each is a separate object, by which its tensor is recognised.
+        sources: meta proxies of the launch's tensors. Each is a separate object, by which its tensor is recognized.
             Other tensors among the arguments are the workspace's, in its order.
         expand: turns a descriptor and the compiler's note about it into Triton's arguments: the tensor map, then
             integers.

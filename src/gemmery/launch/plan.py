@@ -193,7 +193,7 @@ class Plan:
 
     def shorten(self, index: int, tensors: Sequence[Any], numbers: tuple[float, ...] = ()) -> None:
         """Prepare the fast launch for calls on GPU number `index`, the current one, if that is possible."""
-        # Copies are made in the ordinary way, which takes the host longer than the launch.
+        # Copies use the ordinary path, which takes more host time than the launch.
         if self._binding is not None and self._compiled is not None and self._padded is None:
             self._index = index
             self.direct = direct.prepare(self._binding, self._compiled, index, tensors, numbers)
@@ -322,7 +322,7 @@ def _cached(problem: Problem, config: Config | None, device: int) -> tuple[Plan,
 def make_plan(
     problem: Problem, config: Config | None, tensors: Sequence[Tensor], numbers: tuple[float, ...] = ()
 ) -> Plan:
-    """The plan for a problem, compiled for the GPU of `tensors`, which are in the order of `Problem.layouts`; memoised.
+    """The plan for a problem, compiled for the GPU of `tensors`, which are in the order of `Problem.layouts`; memoized.
 
     Raises:
         ValueError: a pinned config does not suit the problem or does not fit the GPU.
@@ -338,5 +338,5 @@ def make_plan(
 
 
 def forget_plans() -> None:
-    """Drop the memoised plans, so that the next call for each problem asks the selector again."""
+    """Drop the memoized plans, so that the next call for each problem asks the selector again."""
     _cached.cache_clear()

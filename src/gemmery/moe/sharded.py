@@ -142,7 +142,7 @@ def held(mesh: DeviceMesh, roles: tuple[str, ...], count: int) -> tuple[int, int
     for i, role in enumerate(roles):
         if role == EXPERTS:
             parts = mesh.size(i)
-            # As torch cuts: the first parts are the larger ones.
+            # As torch splits: the first parts are the larger ones.
             each, least_each = -(-size // parts), -(-least // parts)
             least -= least_each * (parts - 1)
             first = min(each * at[i], size)

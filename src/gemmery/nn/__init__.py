@@ -1,4 +1,4 @@
-"""Modules: torch.nn's, with their products done by gemmery, and a swap for models that exist."""
+"""Modules: torch.nn's, with products by gemmery, and a swap for existing models."""
 
 from .activations import Activation, activation
 from .cross_entropy import LinearCrossEntropy

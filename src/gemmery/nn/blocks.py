@@ -55,11 +55,11 @@ class FusedGatedMLP(nn.Module):
 
 
 class PackedGatedMLP(nn.Module):
-    """A `FusedGatedMLP` of quantised layers: gate and up are one packed weight, the gate's rows first.
+    """A `FusedGatedMLP` of quantized layers: gate and up are one packed weight, the gate's rows first.
 
-    Made by `gemmery.nn.quantize` of a fused block, and by `gemmery.nn.swap` of a quantised one. State dicts have the
+    Made by `gemmery.nn.quantize` of a fused block, and by `gemmery.nn.swap` of a quantized one. State dicts have the
     entries of `gate_proj` and `up_proj`, as those of the original, and are loaded with them; these are copies. A layer
-    that gets hooks later, and an adapter put in its place, is called as a module.
+    that receives hooks later, and an adapter that replaces it, are called as modules.
 
     Attributes:
         original: the name of the class in whose place it is.
@@ -105,7 +105,7 @@ class PackedGatedMLP(nn.Module):
         return {name: rows_of(layer, *place) for name, place in zip(self.HALVES, places, strict=True)}
 
     def apart(self) -> nn.Module:
-        """The block that this one is made of, with quantised layers."""
+        """The block that this one is made of, with quantized layers."""
         made = self.replaced.__new__(self.replaced)
         nn.Module.__init__(made)
         made._modules.update(self.halves())
@@ -183,12 +183,12 @@ def _take_over(new: nn.Module, block: nn.Module, layers: Mapping[str, Linear]) -
 
 
 FusedBlock = FusedGatedMLP | FusedIntermediate
-#: All modules that run layers of theirs as one product; each says as which.
+#: All modules that run several of their layers as one product; each names the product.
 Block = MLP | GatedMLP | FusedBlock
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Recognising
+# Recognizing
 
 
 class Family:

@@ -58,7 +58,7 @@ def feed_forward(
     biases = () if bias is None else tuple(bias) if isinstance(bias, tuple | list) else (bias,)
     tensors = (x, second, second_bias, *weights, *biases)
     if _fits(tensors):
-        # The backward pass is computed as the forward pass was.
+        # The backward pass uses the settings of the forward pass.
         how = (resolved(precision, x), batch_invariant)
         result: Tensor = _FeedForward.apply(differentiable, how, len(weights), *tensors)[0]  # type: ignore[no-untyped-call]
         return result

@@ -1,4 +1,4 @@
-"""Quantised linear layers of other libraries, by their class names and attributes; none of these is imported."""
+"""Quantized linear layers of other libraries, by their class names and attributes; none of these is imported."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 @dataclass(frozen=True)
 class Foreign:
-    """A layer that was recognised.
+    """A layer that was recognized.
 
     Attributes:
         source: whose it is, as reports have it.
@@ -41,7 +41,7 @@ class Foreign:
 
 
 def recognise(module: nn.Module) -> Foreign | None:
-    """A quantised linear layer of a library, or None.
+    """A quantized linear layer of a library, or None.
 
     Example:
         >>> import torch
@@ -56,7 +56,7 @@ def recognise(module: nn.Module) -> Foreign | None:
     if "qweight" in own and "scales" in own:
         return Foreign("GPTQ or AWQ", lambda: _grouped(module))
     weight: Any = own.get("weight")
-    # Embeddings are quantised as well.
+    # Embeddings are quantized as well.
     is_linear = hasattr(module, "in_features") and hasattr(module, "out_features")
     if not is_linear:
         return None
@@ -75,7 +75,7 @@ def recognise(module: nn.Module) -> Foreign | None:
 
 
 def replacement(module: nn.Module, found: Foreign, batch_invariant: bool) -> QuantizedLinear | str:
-    """gemmery's layer for a recognised one, or why there is none."""
+    """gemmery's layer for a recognized one, or why there is none."""
     code = own_code(module)
     if code is not None and not (found.patched and code == "its forward was replaced"):
         return code
@@ -163,5 +163,5 @@ def _compressed(module: nn.Module) -> QuantizedTensor:
 
 
 def _quantized(weight: PackedWeight) -> QuantizedTensor:
-    assert isinstance(weight, QuantizedTensor)  # layers of sparse weights are not recognised
+    assert isinstance(weight, QuantizedTensor)  # layers of sparse weights are not recognized
     return weight

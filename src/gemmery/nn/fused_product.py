@@ -68,7 +68,7 @@ def are_alike(*layers: Linear) -> bool:
 
 
 def computes(module: Callable[[Tensor], Tensor], act: Activation) -> bool:
-    """Whether a call of an activation's module would still do what it did when the block was made."""
+    """Whether a call of an activation's module would still have the effect that it had when the block was created."""
     if module is act:
         return True
     return recognised(module) is act and (not isinstance(module, nn.Module) or is_untouched(module))

@@ -235,7 +235,7 @@ class Gate:
     Args:
         apply: `_apply_gate(self, gate_up)`.
         names, values: the attributes that its module has.
-        concatenated: whether it is given columns in this order; if not, columns of gate and up alternate.
+        concatenated: whether it receives columns in this order; if not, columns of gate and up alternate.
     """
 
     def __init__(
@@ -340,7 +340,7 @@ def stacked(module: nn.Module) -> Experts | str:
     """A module of experts as `Experts`, with weights that are copied where they are laid out differently; or why not.
 
     Args:
-        module: one that nothing speaks against, or a `FusedExperts`.
+        module: a supported module, or a `FusedExperts`.
     """
     act = fusible(module)
     if act is None:

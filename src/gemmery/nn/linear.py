@@ -85,7 +85,7 @@ def is_plain(module: nn.Module) -> TypeGuard[Linear]:
 
 
 def is_untouched(module: nn.Module) -> bool:
-    """Whether calling a module runs its class's forward and nothing else; `own_code` in little time."""
+    """Whether calling a module runs its class's forward and nothing else; a fast form of `own_code`."""
     return (
         not module._forward_hooks
         and not module._forward_pre_hooks

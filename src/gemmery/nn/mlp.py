@@ -411,7 +411,7 @@ def stacked_block(
 
 
 def has_packed_halves(layer: nn.Module) -> TypeGuard[PackedLinear]:
-    """Whether a layer is a quantised one of which a kernel can combine the halves of the result."""
+    """Whether a layer is quantized, and a kernel can combine the halves of its result."""
     if not is_plain_packed(layer):
         return False
     return isinstance(layer.weight, QuantizedTensor) and layer.weight.shape[0] % (2 * STRIP) == 0

@@ -113,8 +113,8 @@ class PackedLinear(nn.Module):
             own = self.weight
             assert isinstance(own, PackedWeight)
             check_sharded_alike(f"{prefix}weight", own, given)
-            # torch would copy, which needs the same layout and type. The parameter stays the object that it is, which
-            # other layers may share.
+            # torch would copy, which needs the same layout and type. The parameter remains the same object, which other
+            # layers may share.
             torch.utils.swap_tensors(self.weight, _parameter(given.to(self.weight.device).clone()))
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 

@@ -173,7 +173,7 @@ class LoraLinear(lora_layers.Linear):  # type: ignore[misc]  # peft has no types
         return None if stays and is_untouched(dropout) else dropout(x)
 
     def _adapter(self, names: list[str], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None, float]:
-        """Both factors of all adapters together, the layer's bias with theirs, and the scale."""
+        """Both factors of all adapters together, the sum of all biases, and the scale."""
         first = [self.lora_A[name].weight for name in names]
         second = [self.lora_B[name].weight for name in names]
         scale = float(self.scaling[names[0]])

@@ -110,7 +110,7 @@ class StackedLinear(QuantizedLinear):
     def load(
         self, index: int, given: dict[str, Tensor], local_metadata: dict[str, Any], error_msgs: list[str]
     ) -> None:
-        """Takes what a state dict has for a layer, at once or when it has come for the others too."""
+        """Loads the entries of a state dict for a layer, at once or when those of the others are loaded too."""
         self.pending[index] = given
         if self._why_pending() is None:
             entries = {kind: self._entries(kind) for kind in ("weight", "bias")}

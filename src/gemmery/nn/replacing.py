@@ -135,7 +135,7 @@ class _Walk:
             self.report._slots.append(Slot(path, parent, name, layer, found))
 
     def stack(self, model: nn.Module) -> None:
-        """Keep fused blocks fused: gate and up that are both quantised become one weight."""
+        """Keep fused blocks fused: gate and up that are both quantized become one weight."""
         made: dict[int, PackedGatedMLP | None] = {}
         for path, block in model.named_modules(remove_duplicate=False):
             if type(block) is not FusedGatedMLP or not path:

@@ -186,7 +186,7 @@ def _restore(before: nn.Module, after: nn.Module) -> None:
     if isinstance(after, PackedGatedMLP):
         _restore_halves(before, after)
     for name in _STATE:
-        # The very dictionaries, so that handles that remove hooks find them.
+        # The same dictionaries, so that handles can remove hooks.
         before.__dict__[name] = after.__dict__[name]
     for name, child in after._modules.items():
         original = before._modules.get(name)
@@ -423,7 +423,7 @@ class _Walk:
         self.report.replaced.append((path, type(module).__name__))
 
     def other(self, module: nn.Module, path: str, found: foreign.Foreign) -> None:
-        """Replace another library's quantised layer, unless something speaks against it."""
+        """Replace another library's quantized layer, unless something speaks against it."""
         after = foreign.replacement(module, found, self.batch_invariant)
         if isinstance(after, str):
             self.report.left.append((path, after))

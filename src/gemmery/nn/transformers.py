@@ -392,9 +392,9 @@ def _malloc_trim() -> Any:
 
 
 def _give_back() -> None:
-    """Returns to the system what is free between packed weights.
+    """Returns the free memory between packed weights to the system.
 
-    Quantising needs memory in between. glibc keeps what lies below a weight that stays, which added up to more than the
+    Quantizing needs memory in between. glibc keeps what lies below a weight that stays, which added up to more than the
     packed model.
     """
     trim = _malloc_trim()
@@ -426,7 +426,7 @@ def _first(value: Any) -> Tensor:
 
 
 class _Quantize(ConversionOps):  # type: ignore[misc]
-    """Puts a weight that was read into its module, and quantises the module if it is complete."""
+    """Puts a weight that was read into its module, and quantizes the module if it is complete."""
 
     def __init__(self, quantizer: GemmeryQuantizer) -> None:
         self.quantizer = quantizer
@@ -440,7 +440,7 @@ class _Quantize(ConversionOps):  # type: ignore[misc]
         path, _, name = full_layer_name.rpartition(".")
         slot = self.quantizer.waiting.get(path)
         if slot is None:
-            # Another name of a module that is quantised already.
+            # Another name of a module that is quantized already.
             _discard(missing_keys, full_layer_name)
             return {}
         own = slot.before._parameters[name]
@@ -459,7 +459,7 @@ class _Quantize(ConversionOps):  # type: ignore[misc]
 
 
 class _Read(ConversionOps):  # type: ignore[misc]
-    """Makes a packed weight of the tensors in files."""
+    """Creates a packed weight from the tensors in files."""
 
     def __init__(self, quantizer: GemmeryQuantizer) -> None:
         # transformers reads this name, and then keeps the types of tensors.
@@ -502,7 +502,7 @@ def _plain(module: nn.Module, original: nn.Module | None, dtype: torch.dtype) ->
     """A module with the numbers that packed weights stand for.
 
     Args:
-        original: what it was quantised from, on meta; None for one that was put there later.
+        original: what it was quantized from, on meta; None for one that was put there later.
     """
     if original is None:
         if not isinstance(module, PackedLinear):

@@ -1,6 +1,6 @@
 """The only cache of calls: how calls that look alike run.
 
-A call is recognised by its functions, which must not have changed, and by the layouts of its tensors. Then only the
+A call is recognized by its functions, which must not have changed, and by the layouts of its tensors. Then only the
 results must be allocated and the kernel entered. `look` and `launch` run in every call, so their time counts: all that
 a call has in common with an earlier one is looked up, and only the rest is examined.
 """
@@ -58,7 +58,7 @@ def remember(key: Any, known: Known) -> None:
 
 
 def forget() -> None:
-    """Drop all memoised calls and plans, so that the next call of each shape asks the selector again."""
+    """Drop all memoized calls and plans, so that the next call of each shape asks the selector again."""
     forget_plans()
     _known.clear()
 

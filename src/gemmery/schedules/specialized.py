@@ -157,7 +157,7 @@ def _descriptor(
 
 
 class SpecializedBinding(Binding):
-    """A `Binding` of the kernel with specialised warps."""
+    """A `Binding` of the kernel with specialized warps."""
 
     def __init__(self, problem: Problem, config: Config, work: Work) -> None:
         from ..kernels import dialect, specialized

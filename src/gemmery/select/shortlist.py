@@ -46,7 +46,7 @@ WEIGHTS = np.where(ROWS <= 64, 1.0, 0.5)
 
 
 def of(problem: Problem) -> frozenset[int]:
-    """The kernels, by their numbers in `Space`, for a problem and all that differ from it in M alone; memoised."""
+    """The kernels, by their numbers in `Space`, for a problem and all that differ from it in M alone; memoized."""
     return _of(replace(problem, M=1))
 
 

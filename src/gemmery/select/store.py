@@ -151,7 +151,7 @@ class Store:
         return status.st_ino, status.st_mtime_ns, status.st_size
 
     def _query(self, stamp: tuple[int, int, int], key: Key) -> tuple[tuple[str, Timing], ...]:
-        """A problem's configs; memoised for each state of the file."""
+        """A problem's configs; memoized for each state of the file."""
         return tuple((row.config, row.timing) for row in self._select(**key._asdict()))
 
     def _select(self, **wanted: str) -> list[Row]:

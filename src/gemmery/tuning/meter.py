@@ -86,7 +86,7 @@ class Meter:
         except torch.OutOfMemoryError:
             raise
         except (ValueError, RuntimeError, TritonError) as error:
-            # Whatever a compiler or a driver fails with, it is this config's end and not the run's.
+            # Any error of a compiler or a driver ends this config, not the run.
             reason = " ".join(str(error.__cause__ or error).split())
             raise Refused(reason[:200] or type(error).__name__) from error
         resources = plan.resources()

@@ -129,7 +129,7 @@ class Stopwatch:
             count *= 4
 
     def graph(self, call: Call, calls: int) -> Call:
-        """A function that replays `calls` calls as one CUDA graph, which takes the host next to no time."""
+        """A function that replays `calls` calls as one CUDA graph, which takes almost no host time."""
         recorded = self.cuda.CUDAGraph()
         with self.cuda.graph(recorded):
             for _ in range(calls):
@@ -145,5 +145,5 @@ def _l2_flush() -> Call:
 
 
 def burst_launches(seconds: float) -> int:
-    """Launches in one burst figure of a call that takes `seconds`: fewer where it is slow."""
+    """Launches in one burst figure of a call that takes `seconds`: fewer if it is slow."""
     return max(BURST_FEWEST, min(BURST_MOST, int(BURST_SECONDS / seconds))) if seconds > 0 else BURST_MOST

@@ -199,7 +199,7 @@ def tune_problems(
     clock: Callable[[], float] = time.monotonic,
     workers: int | None = None,
 ) -> list[TuneResult]:
-    """Tune problems on the current GPU; what is not said here is as for `tune`.
+    """Tune problems on the current GPU; everything else is as for `tune`.
 
     Args:
         problems: each is tuned once; where matrices are copied, the product of the copies is. Left out are problems

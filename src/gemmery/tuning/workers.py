@@ -1,4 +1,5 @@
-"""Compiling in other processes, so that several kernels compile at once and a compiler that dies takes nothing along.
+"""Compilation in other processes, so that several kernels compile at once and a compiler that dies affects nothing
+else.
 
 A worker compiles for a target through `launch.cross_compile` and never touches a GPU. The compiled kernels are in
 Triton's cache on disk, where this process then finds them. Workers are plain programs that are given lines of pickled
@@ -26,12 +27,12 @@ from ..problem import Config, Problem
 
 #: The default limit: one worker takes some hundred megabytes.
 MOST = 8
-#: Fewer kernels than this compile as quickly in this process as a worker begins.
+#: Fewer kernels than this compile in this process in the time in which a worker starts.
 WORTH_WORKERS = 4
 
 
 class Target(NamedTuple):
-    """The target to compile for, in Triton's words."""
+    """The target to compile for, with the fields of Triton's GPUTarget."""
 
     backend: str
     arch: int | str
@@ -65,7 +66,7 @@ class Workers:
     def submit(self, problem: Problem, config: Config) -> Future[str | None]:
         """Compile a config for a problem; the future gives None, or what the compiler died of.
 
-        A kernel that does not compile is none of these deaths: who asks for it next will hear the compiler's reason.
+        A kernel that does not compile is not such a death: its next caller receives the compiler's error.
         """
         job = base64.b64encode(pickle.dumps((problem, config))).decode()
         return self._pool.submit(self._compile, job)

@@ -26,15 +26,15 @@ def read_bnb(
 ) -> QuantizedTensor:
     """A weight from the tensors of a saved bitsandbytes layer.
 
-    NF4, with or without double quantisation: `weight` has the codes, `weight.absmax` the scales of blocks,
+    NF4, with or without double quantization: `weight` has the codes, `weight.absmax` the scales of blocks,
     `weight.quant_map` the 16 values, `weight.quant_state.bitsandbytes__nf4` the rest as JSON in bytes, and with double
-    quantisation `weight.nested_absmax` and `weight.nested_quant_map`. 8 bits: `weight` int8 and `SCB`, (N,): a row's
+    quantization `weight.nested_absmax` and `weight.nested_quant_map`. 8 bits: `weight` int8 and `SCB`, (N,): a row's
     largest magnitude, which stands for 127; and `weight_format`, if there is one, which must be 0.
 
     Args:
         tensors: by these names, without a prefix.
         name: what stands for "weight" in them.
-        dtype: of the weight; what it was quantised from if None (float16 for 8 bits).
+        dtype: of the weight; what it was quantized from if None (float16 for 8 bits).
 
     Returns:
         The weight, (N, K).
@@ -82,9 +82,9 @@ def read_bnb_state(weight: Tensor, state: Any, *, dtype: torch.dtype | None = No
 
     Args:
         weight: the packed codes, of any type that was chosen for storing them.
-        state: a `QuantState`: its absmax, shape, blocksize, quant_type, code, dtype, and with double quantisation
+        state: a `QuantState`: its absmax, shape, blocksize, quant_type, code, dtype, and with double quantization
             state2 and offset.
-        dtype: of the weight; what it was quantised from if None.
+        dtype: of the weight; what it was quantized from if None.
 
     Returns:
         The weight, (N, K).

@@ -23,7 +23,7 @@ def read_torchao(weight: Any, *, dtype: torch.dtype | None = None) -> QuantizedT
 
     Known are Int4Tensor, Int4TilePackedTo4dTensor, Int8Tensor, IntxUnpackedToInt8Tensor (of 8 bits at most),
     Float8Tensor, and AffineQuantizedTensor of older releases with a plain or a tensor-core-tiled layout. Activations
-    that a tensor would quantise as well are not: only the weight is taken.
+    that a tensor would quantize as well are not: only the weight is taken.
 
     Args:
         weight: such a tensor, (N, K) or (batch, N, K).
@@ -44,7 +44,7 @@ def read_torchao(weight: Any, *, dtype: torch.dtype | None = None) -> QuantizedT
         >>> read_torchao(Int8Tensor()).dequantize().unique()
         tensor([1.5000], dtype=torch.bfloat16)
     """
-    # A dynamically quantised activation is a wrapper around the weight.
+    # A dynamically quantized activation is a wrapper around the weight.
     weight = getattr(weight, "original_weight_tensor", weight)
     name = type(weight).__name__
     reader = READERS.get(name)

@@ -120,7 +120,7 @@ def group_size_of(source: str, columns: int, groups: int, given: int | None) -> 
 def order_of(source: str, g_idx: Tensor, groups: int, group_size: int) -> Tensor | None:
     """The order of columns in which groups are contiguous, from each column's group; None if they are already.
 
-    Act-order quantises columns by importance and stores them in the layer's order, with the group of each.
+    Act-order quantizes columns by importance and stores them in the layer's order, with the group of each.
 
     Args:
         g_idx: (K,), of integers: the group of each column.

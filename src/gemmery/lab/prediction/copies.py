@@ -35,7 +35,7 @@ class Copies:
         """Copies of a matrix.
 
         Args:
-            stride: elements between neighbours of the destination's rows in the source.
+            stride: elements between neighbors of the destination's rows in the source.
         """
         if stride * itemsize < SECTOR // 2:
             return cls(straight=2.0 * itemsize * elements * launches, launches=launches)

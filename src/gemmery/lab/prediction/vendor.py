@@ -2,7 +2,7 @@
 
 torch passes matrices to the BLAS without a copy if the BLAS supports their layout, and copies them if not (as in
 aten/src/ATen/native/LinearAlgebra.cpp and cuda/Blas.cpp); each operator after a product is a kernel.
-The product is modelled like ours: waves of tiles, of those sizes that the names of cuBLAS's kernels tell, of which the
+The product is modeled like ours: waves of tiles, of those sizes that the names of cuBLAS's kernels tell, of which the
 quickest is taken.
 """
 
