@@ -352,7 +352,7 @@ def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
     if not tensor.is_cuda:
         return contextlib.nullcontext()
     if tensor.device.index == torch.cuda.current_device():
-        # Binds the GPU's context to the thread; Triton encodes tensor maps without asking whether there is one.
+        # Binds the GPU's context to the thread; Triton encodes tensor maps without a check for a context.
         torch.cuda.set_device(tensor.device)
         return contextlib.nullcontext()
     return torch.cuda.device(tensor.device)

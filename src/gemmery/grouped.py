@@ -278,7 +278,7 @@ def _of_rows(
 
 
 def _check_operands(op: str, x: Tensor, weight: Any, inner: int) -> None:
-    """ValueError unless the operands have as many numbers along K; TypeError for types that do not go together.
+    """ValueError unless the operands have the same size along K; TypeError for types that do not match.
 
     Args:
         inner: those of the weight.
@@ -308,7 +308,7 @@ def _check_row_scale(op: str, row_scale: Any, rows: int, epilogue: Any) -> None:
 
 
 def _check_scaled(op: str, x: Any, weight: Any, functions: Functions) -> None:
-    """TypeError or ValueError unless both operands have scales that go together, or neither has."""
+    """TypeError or ValueError unless both operands have matching scales, or neither has."""
     first, second, _ = operand_names(op)
     scaled = [isinstance(x, ScaledTensor), isinstance(weight, ScaledTensor)]
     if not any(scaled):
@@ -382,7 +382,7 @@ def _gathered_scales(x: Any, weight: Any, gather: Tensor | None) -> Tensor | Non
 
 
 def _times_rows(made: Any, row_scale: Tensor, scatter: Tensor | None, out: Tensor | None) -> Any:
-    """The matrices among results with their rows multiplied where they went."""
+    """The matrices among the results, with each row multiplied at its place in the result."""
     if scatter is not None:
         row_scale = torch.zeros_like(row_scale).index_copy(0, scatter.long(), row_scale)
     scale = row_scale.unsqueeze(-1)

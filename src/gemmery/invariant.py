@@ -50,7 +50,7 @@ _Handler = Callable[..., Any]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What torch's operators are in terms of gemmery's. A handler returns NotImplemented for calls that torch must compute.
+# torch's operators in terms of gemmery's. A handler returns NotImplemented for calls that torch must compute.
 
 
 def _product(
@@ -215,7 +215,7 @@ def _stand_ins() -> tuple[type, ...]:
 
 
 def _handled(handler: _Handler, func: Any, args: Any, kwargs: Any) -> Any:
-    """Runs a handler; raises torch's own error for arguments that torch refuses."""
+    """Runs a handler; raises torch's error for arguments that torch rejects."""
     try:
         return handler(*args, **kwargs)
     except (ValueError, TypeError):
@@ -225,7 +225,7 @@ def _handled(handler: _Handler, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 class _Products(TorchDispatchMode):
-    """Has gemmery compute torch's products."""
+    """Makes gemmery compute torch's products."""
 
     #: Attention as a higher-order operator goes by, as other attention does.
     supports_higher_order_operators = True
@@ -322,9 +322,8 @@ def batch_invariant(enabled: bool = True) -> Iterator[None]:
 
     Inside the context, gemmery computes `torch.mm`, `addmm`, `bmm`, `baddbmm`, `matmul` (`@`), `mv`, `dot`,
     `nn.functional.linear` and functions that decompose into them (`nn.Linear`, `einsum`, ...). A row of the result has
-    the same bits whatever the number of rows and of matrices, the other rows, and the memory layout of the operands
-    are. fp32 is IEEE, regardless of torch's `allow_tf32`. gemmery's own functions are batch-invariant inside the
-    context as well.
+    the same bits for any number of rows and of matrices, any other rows, and any memory layout of the operands. fp32 is
+    IEEE, regardless of torch's `allow_tf32`. gemmery's own functions are batch-invariant inside the context as well.
 
     The context applies to the current thread, and to a backward pass that is started inside it. A CUDA graph that is
     captured inside keeps the guarantee. Functions under torch.compile run uncompiled as long as any thread is inside.

@@ -1,8 +1,8 @@
 """The values of logits, `x @ weight.T + bias`, that a loss needs, without all logits in memory; and their gradients.
 
 A cross entropy of a row, with or without label smoothing, class weights and z-loss, is a function of three numbers: the
-logarithm of the row's sum of exponentials, the target's logit, and the (weighted) sum of the logits. One product makes
-them all, by row reductions in its epilogue. So the forward pass writes no logits, and keeps one number a row.
+logarithm of the row's sum of exponentials, the target's logit, and the (weighted) sum of the logits. One product
+computes them all, by row reductions in its epilogue. So the forward pass writes no logits, and keeps one number a row.
 
 The backward pass computes logits again, some columns at a time, and turns them into their gradient before they are
 written, in 16 bits where the operands are: `g_lse * exp(logit - lse) + g_target * (column is the target) + g_sum *
@@ -43,11 +43,11 @@ BLOCK, LAST_BLOCK, OWN_BLOCK = 1 << 28, 1 << 25, 1 << 26
 _MULTIPLE, _FEWEST = 256, 1024
 #: The least divisor of a gradient.
 _TINY = 2.0**-100
-#: Elements of which a row of a block has a multiple, and of which its place in another matrix is one.
+#: A row of a block has a multiple of this number of elements, and so has its place in another matrix.
 _ALIGNED, _LINE = 16, 128
-#: Logits whose statistics one product makes on a GPU: it leaves a few numbers of each row for every tile of columns,
-#: three for 64 columns at most, which is 48 MB. The fewest rows of a block, and the number of logits that the reference
-#: holds at a time.
+#: Logits whose statistics one product computes on a GPU: it returns a few numbers of each row for every tile of
+#: columns, three for 64 columns at most, which is 48 MB. The fewest rows of a block, and the number of logits that the
+#: reference holds at a time.
 _REDUCED, _LEAST_ROWS, _HELD = 1 << 28, 1 << 10, 1 << 25
 
 
@@ -141,7 +141,7 @@ class Block(NamedTuple):
 
 
 def blocks_of(rows: int, columns: int, features: int, most: int | None, *, is_kept: bool) -> Iterator[Block]:
-    """The blocks of columns that a backward pass takes one after the other.
+    """The blocks of columns that a backward pass processes in turn.
 
     Args:
         most: the most columns of a block; None to have it chosen.
@@ -236,7 +236,7 @@ def _backward(
     of_lse: Tensor, of_target: Tensor, of_total: Tensor | None, softcap: float | None, columns: int | None,
     precision: AskedPrecision, wanted: list[bool],
 ) -> list[Tensor]:  # fmt: skip
-    """Gradients of x, weight and bias; those that are not wanted are empty."""
+    """Gradients of x, weight and bias; those that are not requested are empty."""
     needs_x, needs_weight, needs_bias = wanted
     V = weight.shape[0]
     with inner_products(x):
@@ -283,7 +283,7 @@ def _by_blocks(
     own = None
     for part, place in blocks_of(N, V, K, most, is_kept=of_weight is not None):
         width = part.stop - part.start
-        # Rows begin at multiples of 16 bytes, whatever the number of columns.
+        # Rows begin at multiples of 16 bytes, for any number of columns.
         shape = N, -(-width // _ALIGNED) * _ALIGNED
         if place is not None:
             assert of_weight is not None

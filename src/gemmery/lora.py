@@ -357,7 +357,7 @@ def _backward(
 def _run_backward(
     grad: Tensor, x: Tensor | None, weight: list[Tensor], sizes: list[int], text: str, *others: Any
 ) -> list[Tensor]:
-    """`_backward`, as the operator has it: gradients that are not wanted are empty."""
+    """`_backward`, as the operator has it: gradients that are not requested are empty."""
     found = _backward(rebuild(text, weight, sizes), grad, x, *others)
     return [grad.new_empty(0) if value is None else value for value in found]
 

@@ -46,7 +46,7 @@ class Group(typer.core.TyperGroup):
 
 
 class Commands(typer.Typer):
-    """Commands whose help ends with their examples; one without examples is refused.
+    """Commands whose help ends with their examples; a command without examples is an error.
 
     Args:
         within: the words between `gemmery` and the names of the commands; "" for none.
@@ -113,8 +113,8 @@ JsonFile = Annotated[
 def interpret_without_gpu() -> None:
     """Without a GPU, start this command again with Triton's interpreter on, unless TRITON_INTERPRET says otherwise.
 
-    Triton decides when a kernel is defined whether it is interpreted, and the kernels are defined by the time that a
-    command runs; so it takes a new process, which replaces this one.
+    Triton decides at a kernel's definition whether it is interpreted, and the kernels are already defined when a
+    command runs. So a new process replaces this one.
     """
     import torch
 

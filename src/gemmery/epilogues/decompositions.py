@@ -19,7 +19,7 @@ from .table import CONSTANTS
 
 aten = torch.ops.aten
 
-#: Reductions whose pieces could not be put together again from sums and maxima.
+#: Reductions that can't be computed from partial sums and maxima.
 _WHOLE = ("logsumexp", "mean", "var", "std", "linalg_vector_norm", "norm", "any", "all")
 #: Operators that the lowering supports directly.
 _KNOWN = (
@@ -105,7 +105,7 @@ _QUICK: dict[Any, Callable[..., Tensor]] = {
 
 @functools.cache
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """For each operator that is one of others, the function that says of which."""
+    """For each operator that is composed of others, the function that composes it."""
     from torch._decomp import core_aten_decompositions, get_decompositions
 
     table = dict(core_aten_decompositions())

@@ -208,10 +208,10 @@ def _private(function: Any) -> Any:
 
 
 def captured_of(given: Any) -> tuple[Callable[..., Any], Captured]:
-    """The torch function of what a product may be given as one, and what it is now.
+    """The torch function of an epilogue argument, and its present state.
 
     Raises:
-        TypeError: it is none.
+        TypeError: it is not a function.
     """
     if isinstance(given, Held):
         return given.captured.rebuild(()), given.captured

@@ -2,7 +2,7 @@
 
 A lambda in a loop is created again in every round and is still the same function; with another number in its closure,
 it is another function. Tensors count by what they look like, since their data is read at every call. A captured
-function can be built again as it was, whatever its closure and its globals hold by then. Gradients run that one.
+function can be rebuilt as it was, even if its closure and its globals have changed. Gradients run that one.
 """
 
 from __future__ import annotations
@@ -253,7 +253,7 @@ class _Walk:
         return value
 
 
-#: Of a function itself, what it is called with.
+#: A function's code and defaults.
 _OWN = ("__code__", "__defaults__", "__kwdefaults__")
 
 

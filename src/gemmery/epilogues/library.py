@@ -203,7 +203,7 @@ def dropout(acc: Tensor, p: Number, seed: int | Tensor) -> Tensor:
     """
     if not isinstance(p, Tensor) and not 0 <= p < 1:
         raise ValueError(f"dropout: p is {p}; it must be at least 0 and less than 1")
-    # In single precision, as what it is compared with.
+    # In single precision, like the value that it is compared with.
     bound = p.to(torch.float32) if isinstance(p, Tensor) else p
     return torch.where(random.uniform(acc, seed) >= bound, acc * (1 / (1 - p)), 0.0)
 

@@ -81,7 +81,7 @@ class Output:
     Attributes:
         dtype: as the function leaves it.
         columns: of the output, as "N", "N/2" or "2N"; "" for a reduced row.
-        reduced: for such a row, how its parts are put together.
+        reduced: for such a row, how its parts are combined.
         kept: of a result that is less than the product's matrices or rows, such as one of an argument alone, for each
             dimension whether it is the product's, where it else is 1; it lacks the others, which come first. None for
             all. The kernel makes a matrix or rows of it, of which the first are kept.
@@ -352,7 +352,7 @@ class _Lowering:
                 if not isinstance(x, Value):
                     text = self.constant(x, kind)
                     if kind is not None and kind.is_floating_point and "{0}, {1}" in template:
-                        # Functions look at the types of what they are given.
+                        # Functions may check the types of their arguments.
                         text = f"tl.full((), {text}, {self.inside(kind)})"
                     texts.append(text)
                     continue

@@ -1,4 +1,4 @@
-"""Functions of a user as device functions: traced once, found again by what they are."""
+"""A user's functions as device functions: traced once, and found again by their identity."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def lowered_program(
         function: gives its results and whether it returns a tuple.
         dtype, shape: of what it is given first.
         dims: of the inputs that are tensors; see `epilogues.trace.Shape`.
-        role: what messages call the function.
+        role: the function's name in messages.
         narrow: whether a tile may be as wide as the block.
     """
     rank, odd = len(shape), shape[-1] % 2 == 1

@@ -146,12 +146,12 @@ class Results:
         ]
 
     def numbers(self, inputs: Sequence[Any]) -> tuple[float, ...]:
-        """The program's numbers in its order; integers stay what they are, since a float may not hold them."""
+        """The program's numbers in its order; integers remain integers, because a float may not hold them."""
         given = [inputs[i] for i in self.program.numbers]
         return tuple([x if isinstance(x, int) else float(x) for x in given])
 
     def finish(self, tensors: list[Any]) -> list[Tensor]:
-        """The results, once the kernel has run: the parts of reduced rows are put together."""
+        """The results after the kernel has run: the parts of reduced rows are combined."""
         results = []
         for output, x, dtype in zip(self.program.outputs, tensors, self.types, strict=True):
             if output.reduced is not None:

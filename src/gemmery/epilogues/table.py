@@ -41,7 +41,7 @@ OF_BOOLS: dict[str, str] = {
 }
 #: Quotients in the type of their inputs, by `rounding_mode`.
 QUOTIENTS: dict[str, str] = {"floor": "floor_divide({0}, {1})", "trunc": "trunc_divide({0}, {1})"}
-#: Operators whose result is floating point, whatever their inputs are.
+#: Operators whose result is floating point for any inputs.
 FLOATING: dict[str, str] = {
     "div": "{0} / {1}",
     "reciprocal": "1.0 / {0}",
@@ -101,5 +101,5 @@ VIEWS = (
 )  # fmt: skip
 #: Operators that create a tensor of one value.
 CONSTANTS = ("full", "full_like", "zeros_like", "ones_like", "scalar_tensor", "zeros", "ones")
-#: Reductions of a row that leave the kernel as one number for each block of columns.
+#: Row reductions that the kernel returns as one number for each block of columns.
 REDUCTIONS = ("sum", "mean", "amax", "amin", "logsumexp")

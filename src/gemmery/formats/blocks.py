@@ -179,7 +179,7 @@ _patterns: dict[Any, _Kept] = {}
 def pattern_of(x: Tensor, compressed: Tensor, plain: Tensor, across: int, what: str) -> Pattern:
     """The pattern of a sparse tensor, kept until the memory of its indices is freed or they change in place.
 
-    A sparse tensor gives its indices as new tensors every time, so their memory is what they are known by. It waits
+    A sparse tensor gives its indices as new tensors every time, so they are recognized by their memory. It waits
     for the GPU where the pattern is new or the tensor has changed.
 
     Args:

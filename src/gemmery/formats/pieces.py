@@ -1,4 +1,4 @@
-"""Pieces of a quantized weight, of its batch, of its rows and of its columns; and rows of several put together.
+"""Pieces of a quantized weight, of its batch, of its rows and of its columns; and the concatenated rows of several.
 
 Rows and columns are copied, all of their tensors: of those that groups share, a cut is not contiguous, and a piece that
 shared its words alone would be half written by `copy_`.

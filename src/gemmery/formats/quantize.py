@@ -366,7 +366,7 @@ def _e2m1(values: Tensor, format: Format) -> Tensor:
 def _symmetric_scales(values: Tensor, bits: int) -> Tensor:
     """A scale for the last dimension, that of two which has the smaller error.
 
-    One makes the largest magnitude -2^(bits-1), whatever its sign, so that the scale may be negative: finer, but the
+    One maps the largest magnitude to -2^(bits-1), for either sign, so the scale may be negative: finer, but the
     same magnitude of the other sign is clipped. The other clips nothing: right for weights of -1, 0 and 1.
     """
     half = 1 << (bits - 1)

@@ -19,7 +19,7 @@ With few rows of A, unpacking is most of a kernel's work, so every instruction c
 become the lowest bits of the number 1024, which adds `bias_of` to it. bf16 has no room for 8 bits there. But in a
 number whose other bits are 0, they stand for the integer times a power of two, because the smallest normal numbers are
 as far apart as the subnormal ones. `exponent_of` is that power. The multiplication by the scale, which is needed
-anyway, makes up for most of it, also for the zero. The rest, since bf16 ends at 2^128, is `unit_of`; the epilogue
+anyway, compensates most of it, also for the zero. The rest, since bf16 ends at 2^128, is `unit_of`; the epilogue
 multiplies the sum by it. Powers of two are exact, so nothing else changes.
 
 On Hopper, wgmma reads its left operand from registers while the program goes on, and Triton (3.6 to 3.9) computes the
@@ -322,7 +322,7 @@ def ptx_of_e2m1(part, dtype, wait):
 def from_e2m1(code):
     """A code's number in fp32."""
     sign = (code & 8) << 28
-    # As the exponent's and the mantissa's bits of fp32; 2^126 makes up for the biases.
+    # As the exponent's and the mantissa's bits of fp32; 2^126 compensates the biases.
     size = ((code & 7) << 22).to(tl.float32, bitcast=True) * 8.507059173023462e37
     return (size.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
 

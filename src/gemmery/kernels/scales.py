@@ -2,7 +2,7 @@
 
 If all scales are powers of two, loaders multiply the numbers by them, in bf16. A step can then be longer than the
 columns that share a scale, and its product is one of bf16. This is exact within the range of bf16: a number below
-2^-133 becomes 0, whatever the other operand's scale, and a number from 2^128 on becomes infinite.
+2^-133 becomes 0, for any scale of the other operand, and a number from 2^128 on becomes infinite.
 
 `scales` is (pointer, steps, stride_row, stride_k) for A and then the same for B: the scale of row `i` for the columns
 `BLOCK` of K from `k` on is at `i // EVERY * stride_row + k // BLOCK * stride_k`; steps are those of the batch, negated.

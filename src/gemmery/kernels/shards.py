@@ -139,7 +139,7 @@ def place_shard(
 
 @triton.jit
 def tell(begun, call, RANK: tl.constexpr, RANKS: tl.constexpr):
-    """Tell the other ranks that this one has come to a call; what it has done before is visible to them then."""
+    """Signal to the other ranks that this one has reached a call; its earlier writes are then visible to them."""
     for rank in tl.static_range(RANKS):
         if rank != RANK:
             tl.atomic_xchg(begun[rank] + RANK, call, sem="release", scope="sys")

@@ -188,7 +188,7 @@ def load_sparse(
     block = tl.join(tl.join(a, c), tl.join(b, d)).reshape(COLS, ROWS).T
     if block.dtype == tl.float32:
         # Rounded last: for sm_100 Triton (3.7) moves a reshape that is the last step into shared memory, and then
-        # refuses its layout.
+        # rejects its layout.
         block = cast(block, KIND)
     if DTYPE == "float8_e4m3fn":
         block = block.to(tl.float8e4nv, bitcast=True)

@@ -479,7 +479,7 @@ def multiply_scaled(
 
 @gluon.jit
 def joined(acc, meeting, parity, WARPGROUP: gl.constexpr):
-    """Adds the sums of warpgroups that have taken turns, in the first one; the other one's stays what it was.
+    """Adds the sums of warpgroups that have taken turns, in the first one; the other one's does not change.
 
     Args:
         meeting: shared memory for a tile's sum, and two barriers: whether it has been stored there, and taken.

@@ -93,7 +93,7 @@ def abstract_problem(
         batch: leading dimensions of both factors, of a product with nothing fused and no packed weight.
 
     Raises:
-        ValueError: a size or a name is invalid, or they do not go together.
+        ValueError: a size or a name is invalid, or they do not match.
         TypeError: nor do the types.
 
     Example:

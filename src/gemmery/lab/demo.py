@@ -1,8 +1,8 @@
 """The demo: a real sentence model, torch and gemmery side by side.
 
-all-MiniLM-L6-v2 turns a sentence into a vector. It is run once as it is and once with every nn.Linear replaced by
-gemmery.nn.Linear; printed are the sentences' similarities from both, and every distinct GEMM that ran with its plan and
-its error.
+all-MiniLM-L6-v2 turns a sentence into a vector. It runs once unchanged and once with every nn.Linear replaced by
+gemmery.nn.Linear. The demo prints the sentences' similarities from both, and every distinct GEMM that ran with its plan
+and its error.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def draw(
     Args:
         seed: any integer.
         which: of `CLASSES`.
-        count: how many; the first ones are the same whatever it is.
+        count: how many; the first ones do not depend on it.
         keep: says which products count; the others are passed over. There must be such products in the class.
 
     Raises:

@@ -270,7 +270,7 @@ def load(name: str) -> list[Row]:
 def drawn(name: str, seed: int, count: int) -> list[Row]:
     """The first `count` rows that a suite of `RANDOM` has for a seed; names are seed/number, and what the product is.
 
-    The first ones are the same whatever the count is.
+    The first ones do not depend on the count.
 
     Raises:
         ValueError: there is no such suite, or fewer than one row is asked for.

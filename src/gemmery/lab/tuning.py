@@ -1,4 +1,4 @@
-"""The commands `tune` and `warmup`: what they are asked for, their progress on a terminal, their results as JSON."""
+"""The commands `tune` and `warmup`: their requests, their progress on a terminal, their results as JSON."""
 
 from __future__ import annotations
 

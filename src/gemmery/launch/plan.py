@@ -180,7 +180,7 @@ class Plan:
         accepted.
 
         Args:
-            pinned: the config was asked for by name: only a kernel that can't run at all is refused.
+            pinned: the config was given by the user: only a kernel that can't run at all is rejected.
 
         Raises:
             ValueError: no config fits, or the pinned one does not.
@@ -299,7 +299,7 @@ def _spills(found: tuple[int, Binding, Any]) -> int:
 
 
 def _load(compiled: Any) -> int:
-    """Load a kernel onto the current GPU, whose driver may refuse it, and return its spills."""
+    """Load a kernel onto the current GPU, whose driver may reject it, and return its spills."""
     compiled._init_handles()
     return int(compiled.n_spills)
 

@@ -206,7 +206,7 @@ class Family:
         self.classes = frozenset(classes.split())
 
     def resembles(self, block: nn.Module) -> bool:
-        """Whether a module has the attributes of one, whatever it does with them."""
+        """Whether a module has the attributes of one, regardless of their use."""
         return all(isinstance(block._modules.get(name), nn.Module) for name in self.layers) and hasattr(
             block, self.act
         )

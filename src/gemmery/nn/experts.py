@@ -231,7 +231,7 @@ class Experts(nn.Module):
 
 
 def _take(name: str, own: Any, given: Any) -> None:
-    """Puts a packed weight into the parameter of another one, as `QuantizedLinear` does, whatever its format."""
+    """Puts a packed weight into the parameter of another one, as `QuantizedLinear` does, for any format."""
     packed = isinstance(own, PackedWeight) and isinstance(given, PackedWeight)
     if packed and given.shape == own.shape:
         check_sharded_alike(name, own, given)

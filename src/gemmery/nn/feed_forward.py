@@ -51,7 +51,7 @@ def feed_forward(
     """`f(x @ first.T + bias) @ second.T + second_bias`, for tensors of two dimensions or more.
 
     Args:
-        first, bias: the first layer's; or the halves of its outputs, where f halves what it is given.
+        first, bias: the first layer's; or the halves of its outputs, if f halves its input.
         function, differentiable: f.
     """
     weights = tuple(first) if isinstance(first, tuple | list) else (first,)

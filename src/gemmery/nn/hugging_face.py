@@ -1,8 +1,8 @@
 """Experts of Hugging Face's transformers by gemmery: as an implementation that a model is set to, and swapped.
 
-transformers decorates classes of experts with `use_experts_implementation`, which says by flags what they are, and asks
-a table of functions for the one that computes them. Here is one for that table. No other module imports it:
-`register_experts` imports transformers.
+transformers decorates classes of experts with `use_experts_implementation`, which describes them by flags, and selects
+the function that computes them from a table. Here is one for that table. No other module imports it: `register_experts`
+imports transformers.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def experts_forward(
 
 
 class FusedExperts(nn.Module):
-    """Hugging Face's experts, whichever implementation their model is set to, by `gemmery.moe.experts`.
+    """Hugging Face's experts by `gemmery.moe.experts`, for any implementation that the model selects.
 
     Made by `gemmery.nn.swap`.
 
@@ -230,7 +230,7 @@ def _known(function: Any) -> Activation | None:
 class Gate:
     """A class's `_apply_gate` as a function of a product whose columns are those of gate, then those of up.
 
-    It never changes: what it does not get as a value, it does not have.
+    It never changes, because all of its state is in its values.
 
     Args:
         apply: `_apply_gate(self, gate_up)`.
@@ -287,7 +287,7 @@ def _gate(
     made: Epilogue[..., Tensor] = Epilogue(Gate(apply, names, values, concatenated))
     try:
         check(made)
-    except Exception:  # whatever it is, torch can run it
+    except Exception:  # torch runs functions that can't be fused
         return None
     return made
 
@@ -297,7 +297,7 @@ def _gate(
 
 
 def resembles(module: nn.Module) -> bool:
-    """Whether a module is one of experts that transformers has decorated, whatever it does."""
+    """Whether a module is a module of experts that transformers has decorated, with any code."""
     return (
         hasattr(module, "_apply_gate")
         and isinstance(module.__dict__.get("has_gate"), bool)

@@ -59,7 +59,7 @@ class FusedRMSNorm(nn.Module):
 
 
 def resembles(module: nn.Module) -> bool:
-    """Whether a module has the attributes of such a norm, whatever it does with them."""
+    """Whether a module has the attributes of such a norm, regardless of their use."""
     return isinstance(module._parameters.get("weight"), Tensor) and hasattr(module, "variance_epsilon")
 
 

@@ -186,7 +186,7 @@ class SparseLinear(nn.Linear):
         return sparsify(self.weight, method=self.method)
 
     def prune(self) -> None:
-        """Prune the weight again at the next call, whatever its version is.
+        """Prune the weight again at the next call, even if its version has not changed.
 
         Example:
             >>> import torch, gemmery.nn

@@ -185,7 +185,7 @@ class GemmeryQuantizer(HfQuantizer):  # type: ignore[misc]  # transformers has n
         self.texts: dict[str, Mapping[str, str]] = {}
         self.dtype: torch.dtype | None = None
 
-    # --- what it is -----------------------------------------------------------------------------------------------
+    # --- properties -----------------------------------------------------------------------------------------------
 
     def is_serializable(self) -> bool:
         """Whether `save_pretrained` writes such a model: yes, all formats."""

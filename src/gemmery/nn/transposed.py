@@ -54,7 +54,7 @@ class TransposedLinear(nn.Module):
 
 
 def resembles(module: nn.Module) -> bool:
-    """Whether a module has the attributes of a Conv1D, whatever it does with them."""
+    """Whether a module has the attributes of a Conv1D, regardless of their use."""
     sizes = (getattr(module, name, None) for name in ("nf", "nx"))
     return isinstance(module._parameters.get("weight"), Tensor) and all(
         isinstance(size, int) for size in sizes

@@ -1,4 +1,4 @@
-"""The base of 8-bit matrices with scales, whichever numbers share a scale."""
+"""The base of 8-bit matrices with scales, for any kind of scale."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def moved(value: Any, a: Tensor) -> Any:
 
 
 def check_types(op: str, a: Tensor, b: Tensor) -> None:
-    """Raises TypeError if the operands' types are not supported, or do not go together."""
+    """Raises TypeError if the operands' types are not supported, or do not match."""
     first, second, _ = operand_names(op)
     for name, tensor in ((first, a), (second, b)):
         if tensor.dtype not in OUT_DTYPES:
@@ -116,7 +116,7 @@ def check_kinds(op: str, a: ScaledTensor, b: ScaledTensor) -> None:
 
 
 def check_scaled(op: str, a: Any, b: Any) -> None:
-    """Raises TypeError or ValueError unless the operands of a scaled product go together."""
+    """Raises TypeError or ValueError unless the operands of a scaled product match."""
     if op not in _OF_SCALED:
         first = operand_names(op)[0]
         raise TypeError(f"{op}: {first} is a ScaledTensor; multiply it by gemmery.scaled_matmul")
@@ -150,7 +150,7 @@ def check_scaled(op: str, a: Any, b: Any) -> None:
 
 
 def _check_sparse(op: str, a: ScaledTensor, b: SparseTensor) -> None:
-    """Raises TypeError or ValueError unless a sparse weight's numbers and a's scales go together."""
+    """Raises TypeError or ValueError unless a sparse weight's numbers match a's scales."""
     if b.code != "e4m3":
         raise TypeError(
             f"{op}: b keeps elements of {b.code or b.dtype}; a sparse b must keep e4m3: "

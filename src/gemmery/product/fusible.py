@@ -121,7 +121,7 @@ def warn(call: Call) -> None:
 
 
 def _identity(function: Any) -> Any:
-    """A key that functions with the same code share, whatever their closures hold."""
+    """A key that functions with the same code share, for any content of their closures."""
     held: list[Any] = []
     _add_codes(function, held)
     return tuple(held)

@@ -193,7 +193,7 @@ def _pulled(
 def run(
     call: Call, product: Tensor | None, grads: Sequence[Tensor | None], wanted: Sequence[bool]
 ) -> list[Tensor]:
-    """Gradients of the product and of those of the call's tensors that are wanted.
+    """Gradients of the product, and the requested ones of the call's tensors.
 
     Args:
         product: the function's product, if `needs_product`.

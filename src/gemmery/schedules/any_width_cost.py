@@ -59,7 +59,7 @@ INTAKE, L2, LATENCY = 1.170, 0.998, 1.21e-6
 FILL_ALONE = 0.61
 #: The exponent with which the products and the loads from L2 add up.
 JOINT = 16.0
-#: The slowdown for each tenfold time, since power lowers the clock, and the seconds from which on it counts.
+#: The slowdown for each tenfold time, because power lowers the clock, and the seconds from which it applies.
 SLOWING, LONG = 0.0185, 3e-5
 #: The stream of blocks from memory. The sum of its time and the loop's, which mostly overlap.
 MEMORY, OVERLAP = Stream(long=1.077, short=1.475, ramp=3.35e-6), 3.92

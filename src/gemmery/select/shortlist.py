@@ -41,7 +41,7 @@ ROWS = np.array([
 SHARD = 64
 #: The same in all groups, of products that touch few of many groups.
 FEW = (1, 2, 4, 8, 16, 32, 64)
-#: The weight of each of `ROWS`, which makes up for their uneven distances.
+#: The weight of each of `ROWS`, which compensates their uneven distances.
 WEIGHTS = np.where(ROWS <= 64, 1.0, 0.5)
 
 

@@ -208,7 +208,7 @@ class _Fused:
 
 @dataclass
 class _OfExperts:
-    """The right-hand side of a grouped product of experts; what is counted are tokens.
+    """The right-hand side of a grouped product of experts; the counts are of tokens.
 
     Attributes:
         top_k: how many experts each token chooses.

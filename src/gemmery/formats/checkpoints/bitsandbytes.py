@@ -81,7 +81,7 @@ def read_bnb_state(weight: Tensor, state: Any, *, dtype: torch.dtype | None = No
     """A weight from a `bitsandbytes.nn.Linear4bit`'s weight and its `quant_state`.
 
     Args:
-        weight: the packed codes, of any type that was chosen for storing them.
+        weight: the packed codes, of any type that was chosen to store them.
         state: a `QuantState`: its absmax, shape, blocksize, quant_type, code, dtype, and with double quantization
             state2 and offset.
         dtype: of the weight; what it was quantized from if None.
@@ -128,7 +128,7 @@ def read_nf4(
         dtype: of the weight.
 
     Raises:
-        ValueError: sizes that do not go together, or groups of less than 16 columns.
+        ValueError: sizes that do not match, or groups of less than 16 columns.
 
     Example:
         >>> import torch

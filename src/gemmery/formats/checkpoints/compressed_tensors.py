@@ -45,7 +45,8 @@ def read_compressed_tensors(
         The weight, (N, K).
 
     Raises:
-        ValueError: names, shapes or types that do not go together, other bits than 4 and 8, or bits that nothing tells.
+        ValueError: names, shapes or types that do not match, other bits than 4 and 8, or an unknown number of
+            bits.
 
     Example:
         >>> import torch

@@ -34,7 +34,7 @@ def read_fp8(
         The weight, (N, K).
 
     Raises:
-        ValueError: shapes or types that do not go together.
+        ValueError: shapes or types that do not match.
 
     Example:
         >>> import torch
@@ -63,7 +63,7 @@ def read_fp8_blocks(
         The weight, (N, K); each row has its own copy of its block's scales.
 
     Raises:
-        ValueError: shapes or types that do not go together.
+        ValueError: shapes or types that do not match.
 
     Example:
         >>> import torch

@@ -37,7 +37,7 @@ def read_gptq(
         The weight, (N, K).
 
     Raises:
-        ValueError: shapes or types that do not go together, other bits than 4 and 8, groups of different sizes.
+        ValueError: shapes or types that do not match, other bits than 4 and 8, groups of different sizes.
 
     Example:
         >>> import torch
@@ -104,7 +104,7 @@ def read_awq(
         The weight, (N, K).
 
     Raises:
-        ValueError: shapes or types that do not go together.
+        ValueError: shapes or types that do not match.
 
     Example:
         >>> import torch

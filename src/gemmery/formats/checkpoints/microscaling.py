@@ -27,7 +27,7 @@ def read_mxfp4(blocks: Tensor, scales: Tensor, *, dtype: torch.dtype = torch.bfl
         The weight, (..., N, K).
 
     Raises:
-        ValueError: shapes or types that do not go together.
+        ValueError: shapes or types that do not match.
 
     Example:
         >>> import torch
@@ -73,7 +73,7 @@ def read_nvfp4(
         The weight, (N, K).
 
     Raises:
-        ValueError: shapes or types that do not go together.
+        ValueError: shapes or types that do not match.
 
     Example:
         >>> import torch

@@ -34,7 +34,7 @@ def read_sparse24(tensors: Mapping[str, Tensor], *, dtype: torch.dtype | None = 
         The weight, (N, K).
 
     Raises:
-        ValueError: names, shapes or types that do not go together, a mask that has not two of each four, scales of
+        ValueError: names, shapes or types that do not match, a mask without two of each four, scales of
             groups, or zero points that are not 0.
 
     Example:
@@ -119,7 +119,7 @@ def read_marlin24(
         The weight, (N, K).
 
     Raises:
-        ValueError: shapes or types do not go together, or the metadata has places that are not in order.
+        ValueError: shapes or types do not match, or the metadata has places that are not in order.
 
     Example:
         >>> import torch

@@ -80,7 +80,7 @@ def check_dims(source: str, name: str, tensor: Tensor, wanted: int) -> None:
 
 
 def check_dtype(source: str, name: str, tensor: Tensor, *wanted: torch.dtype) -> None:
-    """Raise a ValueError unless a tensor has one of the wanted types."""
+    """Raise a ValueError unless a tensor has one of the given types."""
     if tensor.dtype not in wanted:
         names = " or ".join(str(x).removeprefix("torch.") for x in wanted)
         raise ValueError(

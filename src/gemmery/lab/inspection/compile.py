@@ -22,7 +22,7 @@ from .resources import Usage, usage
 
 @dataclass(frozen=True)
 class Built:
-    """A compiled kernel with what it was compiled for.
+    """A compiled kernel with its problem and target.
 
     Attributes:
         problem: what the kernel computes: what was asked for, or that on copies of some of its matrices.
@@ -103,7 +103,7 @@ def device_of(device: str | None, target: str | None) -> Device:
     """A GPU of the device table by its name or by its architecture; by default the current one's, or an H200's row.
 
     Raises:
-        ValueError: there is none, or the two do not go together.
+        ValueError: there is none, or the two do not match.
     """
     if target is None:
         return device_named(device)

@@ -194,7 +194,7 @@ def _side_by_side(console: Console, left: Inspection, right: Inspection) -> None
 
 
 def _listing(found: Inspection) -> Iterator[str]:
-    """Every instruction of the loop, with what it is, what it does and the line that it comes from."""
+    """Every instruction of the loop, with its kind, its effect and its source line."""
     loop = found.loop
     if loop is None:
         yield "none"

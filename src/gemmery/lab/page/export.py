@@ -76,7 +76,7 @@ def _answer(given: Mapping[str, str]) -> dict[str, Any]:
     try:
         return product(Query.of(given))
     except QueryError as error:
-        # Types and formats that do not go together: the page says so, as the server would.
+        # Types and formats that do not match: the page shows the server's error.
         return error.asdict()
 
 

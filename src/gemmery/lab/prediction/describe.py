@@ -10,7 +10,7 @@ from .predict import Prediction
 
 
 def describe(found: Prediction) -> str:
-    """Times side by side, what they are made of, the room left, and what all of it rests on."""
+    """The times side by side, their parts, the distance to the roofline, and the basis of the prediction."""
     p = found.problem
     lines = [f"{p} on {p.device.name}"]
     if found.mark:
