@@ -5,7 +5,7 @@ ADVICE = {
     "torch": "gemmery needs torch 2.11 or newer: https://pytorch.org/get-started has the command that installs it",
     "triton": (
         "gemmery needs Triton 3.6 or newer. With a torch for CUDA or for the CPU, on Linux: pip install 'triton>=3.6'. "
-        "A torch for ROCm brings a Triton of its own: install that torch again. There is none for macOS, and gemmery "
+        "A torch for ROCm brings its own Triton: install that torch again. There is none for macOS, and gemmery "
         "was not tried on Windows"
     ),
 }

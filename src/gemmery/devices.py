@@ -226,7 +226,7 @@ TABLE: dict[str, Device] = {
                1.64 * _T, 419 * _T, 838 * _T),
         Device("AMD Instinct MI300X", "gfx942", 304, 256 * _M, 5300 * _G, 1307 * _T, 0, 163 * _T, 163 * _T, 2615 * _T,
                2615 * _T, achieved=0.6,
-               note="an estimate, since no kernel has run there: large products may reach about 0.3 of the vendor's "
+               note="an estimate, because no kernel has run there: large products may reach about 0.3 of the vendor's "
                "BLAS, because the kernels are compiled for gfx942 but were never timed or tuned on it"),
         Device("AMD Radeon RX 7900 XTX", "gfx1100", 96, 6 * _M, 960 * _G, 123 * _T, 0, 61 * _T, 1.9 * _T, 0, 123 * _T,
                achieved=0.6),

@@ -99,7 +99,7 @@ def test_check_refuses_an_output_that_was_laid_out_anew(inputs):
     def call():
         inputs.out.set_((inputs.a @ inputs.b).mT.contiguous().mT)
 
-    with pytest.raises(WrongResult, match="laid out anew, with strides"):
+    with pytest.raises(WrongResult, match="has another layout, with strides"):
         check(call, inputs, range(40))
 
 

@@ -32,7 +32,9 @@ GroupSize = Annotated[
 ]
 Scales = Annotated[
     str,
-    typer.Option(metavar="tensor|row|block|mx", help="What shares a scale, if both operands have 8 bits."),
+    typer.Option(
+        metavar="tensor|row|block|mx", help="The elements that share a scale, if both operands have 8 bits."
+    ),
 ]
 Bias = Annotated[bool, typer.Option("--bias", help="Add N numbers to each row.")]
 Epilogue = Annotated[

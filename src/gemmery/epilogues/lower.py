@@ -464,7 +464,7 @@ class _Lowering:
             -4: "1.0 / (({0} * {0}) * ({0} * {0}))", 0.5: "tl.sqrt({0})", -0.5: "tl.rsqrt({0})",
         }  # fmt: skip
         if isinstance(exponent, Value) or not isinstance(x, Value) or exponent not in templates:
-            given = "that is no constant" if isinstance(exponent, Value) else f"of {exponent}"
+            given = "that is not a constant" if isinstance(exponent, Value) else f"of {exponent}"
             raise self.fail(node, f"uses {node.target} with an exponent {given}")
         return self._apply(node, templates[exponent], [x], node.meta["val"].dtype)
 

@@ -410,7 +410,7 @@ def gemm_any_width(
         out: descriptor of a part of the output, 64 rows of X by some of Y, which is stored at a time.
         scales, shifts: descriptors of a packed weight's group parameters, where it has them. Only their tensor maps
             are used.
-        own: descriptor of the rows of A that lie apart, where there are some. Only its tensor map is used.
+        own: descriptor of the rows of A in separate memory, if there are some. Only its tensor map is used.
         matrix: descriptor of a matrix that the epilogue reads or writes, as `out`; None if there is none. Only its
             tensor map is used.
         units, whole: how many units there are, and how many of them are whole tiles.

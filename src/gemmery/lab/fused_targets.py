@@ -84,7 +84,7 @@ class Fused:
         step: columns of both factors that share a scale; 0 if there are none that change along K.
         ranks: over how many GPUs the product is summed, or its rows come from.
         spread: what of several ranks the product is: their "sum", of "all rows", of "all rows, own apart", where those
-            of a rank lie apart, or of the "own rows" of a sum.
+            of a rank are in separate memory, or of the "own rows" of a sum.
         adapter: the rank of an adapter whose thin product is added, or 0.
         aligned: whether only sizes that suit all loads are compiled: odd ones are refused, or spill somewhere.
     """

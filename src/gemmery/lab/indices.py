@@ -156,7 +156,7 @@ class Accesses:
         if not any(off.values()):
             return f"all {total} elements are inside of their matrices"
         said = ", ".join(f"{count} of {name}" for name, count in off.items() if count)
-        return f"masked off, since outside of their matrices: {said}, of {total} elements"
+        return f"masked off because they are outside their matrices: {said}, of {total} elements"
 
     def asdict(self) -> dict[str, Any]:
         """All fields as plain values, for JSON; offsets in elements."""
@@ -320,7 +320,7 @@ def show(found: Accesses, console: Console, edge: int = 4) -> None:
         console.print(_lanes(block, edge), soft_wrap=True)
     if any((~block.mask).any() for block in found.blocks):
         console.print(
-            "\nmasked off: ~ lies between the matrix's first and last element in memory, ! before or behind them",
+            "\nmasked off: ~ is between the matrix's first and last element in memory, ! before or after them",
             markup=False, highlight=False, soft_wrap=True,
         )  # fmt: skip
 

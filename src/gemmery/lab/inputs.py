@@ -314,7 +314,7 @@ def check(call: Callable[[], object], inputs: Inputs, rows: Sequence[int], slack
     if isinstance(result, Tensor) and result is not out:
         out.copy_(result)
     if (out.data_ptr(), out.shape, out.stride()) != before:
-        raise WrongResult(f"the output was laid out anew, with strides {out.stride()}")
+        raise WrongResult(f"the output has another layout, with strides {out.stride()}")
     written = torch.isfinite(out) if floating else out != UNWRITTEN
     if left := out.numel() - int(written.sum().item()):
         raise WrongResult(f"{left} of {out.numel()} elements were not written or are not finite")

@@ -79,7 +79,7 @@ def draw(
     if which not in CLASSES:
         raise ValueError(f"class {which!r} given; there are {', '.join(CLASSES)}")
     if count < 1:
-        raise ValueError(f"{count} products asked for; at least one is wanted")
+        raise ValueError(f"{count} products requested; at least one is required")
     return list(itertools.islice(filter(keep, _products(seed, which)), count))
 
 

@@ -278,7 +278,7 @@ def drawn(name: str, seed: int, count: int) -> list[Row]:
     if name not in RANDOM:
         raise ValueError(f"suite {name!r} has no seeds; there are {', '.join(RANDOM)}")
     if count < 1:
-        raise ValueError(f"{count} rows asked for; at least one is wanted")
+        raise ValueError(f"{count} rows requested; at least one is required")
     suite = RANDOM[name]
     each = -(-count // len(suite.classes))
     by_class = [random_products.draw(seed, which, each, suite.keep) for which in suite.classes]

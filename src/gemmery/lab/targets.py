@@ -113,7 +113,7 @@ def _tensors(case: Case, size: int) -> tuple[Any, ...]:
 def compile_case(name: str, case: Case, everything: bool = True) -> Iterator[Report]:
     """Compile a case with every config that the selector may choose for it, and check each.
 
-    Unless `everything` is asked for, kernels that cut K are compiled for one case alone, and products with a traced
+    Without `everything`, kernels that cut K are compiled for one case alone, and products with a traced
     epilogue as a plan compiles them: until one fits.
     """
     from ..devices import TABLE

@@ -67,7 +67,7 @@ def feed_forward(
 
 
 def _fits(tensors: tuple[Tensor | None, ...]) -> bool:
-    """Whether the block's own gradient is asked for, and is that of these tensors: under autocast it is the layers'."""
+    """Whether the block's own gradient is required, and is that of these tensors: under autocast it is the layers'."""
     x = tensors[0]
     assert x is not None
     if not torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):

@@ -88,7 +88,7 @@ def planned(model: nn.Module, packing: Packing) -> Swapped:
     if issubclass(packing.layer, QuantizedLinear):
         walk.stack(model)
         walk.project(model)
-    # The default may name a layer that a model has not; what is asked for should be there.
+    # The default may name a layer that a model lacks; a layer that the user names must exist.
     for pattern in walk.skip:
         if pattern not in walk.used and pattern != "lm_head":
             walk.report.left.append((pattern, "named in skip, but no linear layer has this name"))

@@ -153,7 +153,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     call = call_of(tensors, *flat)
     ctx.saved = _Saved(call, flat)
     if ctx.saved.epilogue is not None and not save:
-        raise RuntimeError("gemmery.product: gradients are asked for, and nothing was saved for them")
+        raise RuntimeError("gemmery.product: gradients are required, and nothing was saved for them")
     ctx.saves = save
     ctx.save_for_backward(*ctx.saved.kept(tensors), *([output[-1]] if save else []))
     if save:

@@ -29,7 +29,7 @@ KNOBS = {
     "split_k": (1, "split_k needs"),
     "split_store": (False, "split_store needs"),
     "swap": (False, "swap needs"),
-    "rest_n": (0, "a block_n that is no power of two needs"),
+    "rest_n": (0, "a block_n that is not a power of two needs"),
     "stream": (False, "stream needs"),
 }
 

@@ -50,7 +50,7 @@ class Tile(Schedule):
     def refusal(self, problem: Problem, config: Config) -> str | None:
         if not self.takes(config, Forms.of(problem)):
             if problem.a.apart:
-                return "rows of which some lie apart need the pointer loader"
+                return "rows of which some are in separate memory need the pointer loader"
             return (
                 "products in groups need a block_n that is a power of two; of groups of rows split_k 1, of ranges of K "
                 "the pointer loader"
@@ -184,7 +184,7 @@ class Tile(Schedule):
         split = Split.of(problem, config)
         if split is None:
             return []
-        return [f"K is cut into {split.parts} parts for programs of their own; drawn uncut"]
+        return [f"K is cut into {split.parts} parts for separate programs; drawn uncut"]
 
 
 TILE = Tile()

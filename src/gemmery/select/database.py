@@ -179,7 +179,7 @@ def _forbids_writing(path: Path) -> bool:
 def _reason(error: Exception) -> str:
     """An error in words. SQLite quotes the data; if that is not a text, Python raises another error instead."""
     if isinstance(error, UnicodeDecodeError):
-        return "it has bytes that are no text"
+        return "it has bytes that are not text"
     return str(error) or type(error).__name__
 
 

@@ -324,9 +324,9 @@ def _nothing(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor], prefix: s
     if not own:
         near = [name for name in tensors if prefix and name.startswith(prefix)][:4]
         found = f"there are {', '.join(near)}" if near else "there is nothing"
-        layer = "; a prefix is the layer's name, without '.weight' or a dot behind it" if near else ""
+        layer = "; a prefix is the layer's name, without '.weight' or a dot after it" if near else ""
         return f"read_weight: {where} {found}, and no tensor of a known format{method}{layer}"
     what = ", ".join(
         f"{name} ({str(x.dtype).removeprefix('torch.')}, {tuple(x.shape)})" for name, x in own.items()
     )
-    return f"read_weight: {where} there is {what}, which is no packed weight of a known format{method}"
+    return f"read_weight: {where} there is {what}, which is not a packed weight of a known format{method}"

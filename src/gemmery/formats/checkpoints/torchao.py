@@ -33,8 +33,8 @@ def read_torchao(weight: Any, *, dtype: torch.dtype | None = None) -> QuantizedT
         The weight.
 
     Raises:
-        ValueError: another class or layout, blocks over several rows or of a size that is no power of two, a scale for
-            activations, or a middle of the range that offsets can't take up exactly.
+        ValueError: another class or layout, blocks over several rows or of a size that is not a power of two, a scale
+            for activations, or a middle of the range that offsets can't take up exactly.
 
     Example:
         >>> import torch

@@ -163,7 +163,7 @@ def _each_gpu(facts: dict[str, Any]) -> Iterator[Finding]:
             yield Finding(f"{name}: {what}", instead, advice)
         if not gpu["known"]:
             yield Finding(
-                f"{name}: {gpu['name']} with {gpu['sms']} multiprocessors has no row of its own in the device table",
+                f"{name}: {gpu['name']} with {gpu['sms']} multiprocessors has no row in the device table",
                 "kernels are chosen by the rates of its architecture's first GPU, by size",
                 "add a row with its datasheet's figures: docs/extending.md, A GPU; or measure, with gemmery tune",
             )  # fmt: skip

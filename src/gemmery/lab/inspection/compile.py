@@ -25,12 +25,12 @@ class Built:
     """A compiled kernel with its problem and target.
 
     Attributes:
-        problem: what the kernel computes: what was asked for, or that on copies of some of its matrices.
+        problem: the kernel's problem: the requested one, or that on copies of some of its matrices.
         copies: names of these, of "a" and "b".
         binding: of the config.
         compiled: as Triton has it.
         usage: what it takes.
-        given: whether the config was asked for, or came with a plan, and was not chosen here.
+        given: whether the config was given, alone or with a plan, and not chosen here.
         passed: other configs that were compiled and are not taken, and why.
         seconds: that compiling took, which is little where Triton's cache has the kernel.
     """
@@ -74,7 +74,7 @@ def build(problem: Problem, config: Config | None = None) -> Built:
 
 
 def _examiner(problem: Problem, config: Config | None) -> Any:
-    """Says of a compiled kernel what the driver would; of a config that was asked for it does not matter."""
+    """Checks a compiled kernel as the driver would; a given config is not checked."""
 
     def examine(compiled: Any) -> int:
         took, room = usage(compiled), problem.device.target.shared

@@ -23,7 +23,7 @@ from .source import function_at
 
 #: Kinds of instructions that move data, whose widths are told.
 MOVES = ("copy", "load", "read", "write", "store", "spill")
-#: Texts that can be asked for, beside the machine code's own.
+#: Texts that can be requested, in addition to the machine code.
 TEXTS = ("ttir", "ttgir", "llir", "ptx", "amdgcn")
 
 
@@ -133,7 +133,7 @@ class Inspection:
             said.append(f"{len(inside)} of the loop's instructions move spilled registers")
         groups = [i for i in self.loop.tensor if "GMMA" in i.opcode] if self.loop else []
         if len(groups) > 1 and all("gsb0" in i.operands for i in groups):
-            said.append("every wgmma is a group of its own: the tensor cores wait for each")
+            said.append("every wgmma is a separate group: the tensor cores wait for each")
         return said
 
     def asdict(self, texts: Sequence[str] = ()) -> dict[str, Any]:

@@ -47,7 +47,7 @@ def page(sizes: Sequence[Shape], choices: Mapping[str, Sequence[str]]) -> str:
     }
     asked = list(_asked(sizes, offered))
     if len(asked) > MOST:
-        raise QueryError("shape", f"{len(asked)} products are asked for; a file can hold {MOST}")
+        raise QueryError("shape", f"{len(asked)} products are requested; a file can hold {MOST}")
     answers = [_answer(given) for given in asked]
     answered = [given for given, answer in zip(asked, answers, strict=True) if "error" not in answer]
     if not answered:

@@ -24,7 +24,7 @@ def describe(found: Prediction) -> str:
         )
         lines.append(f"  {_parts(found.cost)}")
     else:
-        lines.append(f"gemmery: torch reference, since {p.device.name} lacks the instructions")
+        lines.append(f"gemmery: torch reference, because {p.device.name} lacks the instructions")
     if found.cublas is not None:
         how = f" with the weight in {DTYPE_NAMES[p.b.dtype]}" if p.b.is_encoded else ""
         lines.append(f"{found.vendor}{how}: {', '.join(found.calls)}")

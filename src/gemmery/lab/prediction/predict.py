@@ -324,5 +324,5 @@ def _basis(problem: Problem, known: Calibration, measured: bool) -> str:
         return f"a model fitted to measurements on an {known.gpu} and corrected by them: {counts}"
     return (
         f"a model with constants that were fitted on an {known.gpu}, as parts of the datasheet's rates of the "
-        f"{problem.device.name}, which nobody has measured"
+        f"{problem.device.name}, which has not been measured"
     )

@@ -53,7 +53,7 @@ class GemmeryIntKernel(MPLinearKernel):  # type: ignore[misc]  # vLLM is not ins
     def can_implement(cls, c: Any) -> Refusal:
         """Whether a layer is one of these, and if not, why."""
         if getattr(c, "has_g_idx", False):
-            return False, "columns are in an order of their own (act-order)"
+            return False, "columns are in a different order (act-order)"
         known = INTEGERS[c.zero_points]
         if c.weight_type not in known:
             return False, f"the weight is {c.weight_type}; it must be {' or '.join(map(str, known))}"
