@@ -45,8 +45,8 @@ def _key(found: Accesses) -> str:
     ]
     if any((~block.mask).any() for block in found.blocks):
         said.append(
-            "below, masked off: grey lies between the matrix's first and last element in memory, orange before "
-            "or behind them"
+            "below, masked off: gray is between the matrix's first and last element in memory, orange before "
+            "or after them"
         )
     return "\n".join(said)
 

@@ -74,7 +74,7 @@ def build(problem: Problem, config: Config | None = None) -> Built:
 
 
 def _examiner(problem: Problem, config: Config | None) -> Any:
-    """Checks a compiled kernel as the driver would; a given config is not checked."""
+    """Checks a compiled kernel's shared memory as the driver would, unless its config was given; returns its spills."""
 
     def examine(compiled: Any) -> int:
         took, room = usage(compiled), problem.device.target.shared
