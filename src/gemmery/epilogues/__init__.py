@@ -1,4 +1,4 @@
-"""Epilogues: torch functions over a product that run inside the kernel that makes it."""
+"""Epilogues: torch functions of a product that run inside its kernel."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +43,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name != "check":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # It poses a product, which is made above this package; so it is imported when somebody asks for it.
+    # It computes a product, which is a layer above this package, so it is imported on first use.
     from ..product.fusible import check
 
     return check

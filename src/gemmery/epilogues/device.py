@@ -1,4 +1,4 @@
-"""From the text of a device function to what Triton compiles."""
+"""From the text of a device function to a function that Triton compiles."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def with_constants(function: Any, **constants: Any) -> Any:
 
 
 class _Name(str):
-    """A name, which stands for itself in a text."""
+    """A name, which appears unchanged in a text."""
 
     def __repr__(self) -> str:
         return str(self)

@@ -1,4 +1,6 @@
-"""A function as an epilogue that is made once and used often, and as what a product holds of it for its gradient."""
+"""A function as an epilogue that is created once and used often, and as the object that a product holds for its
+gradient.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _numbers = itertools.count()
-#: Epilogues, and what products hold of them, by the names under which operators know them.
+#: Epilogues, and the objects that products hold for them, by the names that operators use.
 _by_name: weakref.WeakValueDictionary[str, Epilogue[Any, Any] | Held] = weakref.WeakValueDictionary()
 #: The objects that products hold for functions that are recognized again.
 _held: dict[Any, Held] = {}
@@ -102,7 +104,7 @@ class Held:
         _by_name[self.name] = self
 
     def check_unchanged(self) -> None:
-        """RuntimeError if a number of the function is another one than when it was compiled."""
+        """RuntimeError if a number of the function has changed since it was compiled."""
         origin = None if self.origin is None else self.origin()
         if origin is not None and self.captured.key is not None and origin.captured.key != self.captured.key:
             raise RuntimeError(
@@ -124,7 +126,7 @@ def hold(captured: Captured, origin: Epilogue[Any, Any] | None = None) -> Held:
     return keep(_held, key, Held(captured, origin)) if found is None else found
 
 
-#: Epilogues of plain functions, by what tells these apart.
+#: Epilogues of plain functions, by the functions' keys.
 _memo: dict[Any, Epilogue[Any, Any]] = {}
 #: Types of values that a function may take from outside and still be recognized when it is created again.
 _SIMPLE = (int, float, bool, str, type(None))
@@ -163,7 +165,7 @@ def memoised(function: Any) -> Any:
 
 
 def _key(function: Any) -> Any:
-    """Tells a function with values from others by these; None if one of them is not simple."""
+    """A key of a function's values; None if one of them is not simple."""
     if isinstance(function, functools.partial):
         inner, names = memoised(function.func), tuple(function.keywords)
         if not isinstance(inner, Epilogue):
@@ -185,7 +187,7 @@ def _with_values(key: tuple[Any, ...], values: list[Any]) -> Any:
     """A key with values; None if one of them is not simple."""
     if not all([type(x) in _SIMPLE for x in values]):
         return None
-    # Zeros are told apart by their sign, and numbers by their types.
+    # Zeros are distinguished by their sign, and numbers by their types.
     return *key, *[(type(x), x or str(x)) for x in values]
 
 
@@ -222,7 +224,7 @@ def captured_of(given: Any) -> tuple[Callable[..., Any], Captured]:
 
 
 def function_of(given: Any) -> Any:
-    """The torch function of what a product may be given as one: of an Epilogue, or of device code."""
+    """The torch function of an epilogue argument: of an Epilogue, or of device code."""
     function = device_function(given) if is_device_function(given) else given
     return getattr(function, "__gemmery_epilogue__", function)
 
@@ -231,7 +233,7 @@ def named(name: str) -> Any:
     """The Epilogue of a name, or the object that is held for it.
 
     Raises:
-        RuntimeError: there is none any more: nothing but compiled code held it.
+        RuntimeError: it was deleted, because only compiled code held it.
     """
     found = _by_name.get(name)
     if found is None:

@@ -1,8 +1,8 @@
 """Captures a function at one moment: its code and the values that it takes from outside, never its name.
 
 A lambda in a loop is created again in every round and is still the same function; with another number in its closure,
-it is another function. Tensors count by what they look like, since their data is read at every call. A captured
-function can be rebuilt as it was, even if its closure and its globals have changed. Gradients run that one.
+it is another function. Tensors count by their types and shapes, because their data is read at every call. A captured
+function can be rebuilt as it was, even if its closure and its globals have changed. Gradients run the rebuilt function.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _CHANGING = (
 _MISSING = object()
 _numbers = itertools.count()
 
-#: Makes a value again, with other tensors in the places of those it had; `made` are functions made before, by number.
+#: Recreates a value with other tensors in its places; `made` are earlier functions, by number.
 Build = Callable[[Sequence[Any], dict[int, Any]], Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """A function with what it takes from outside.
+    """A function with the values that it captures.
 
     Attributes:
         key: equal for functions that do the same, tensors aside; None if that can't be known, because the function
@@ -68,7 +68,7 @@ class Captured:
     def rebuild(self, tensors: Sequence[Any]) -> Callable[..., Any]:
         """The function as it was when it was captured, with other tensors in their places.
 
-        Objects that may change, in a function without a key, are those that they are now.
+        In a function without a key, objects that may change have their present state.
         """
         made: Callable[..., Any] = self.build(tensors, {})
         return made
@@ -93,12 +93,12 @@ class Captured:
         return True
 
     def without_tensors(self) -> Captured:
-        """The same, keeping no tensor alive."""
+        """The same, without keeping tensors alive."""
         return replace(self, tensors=(), steps=())
 
 
 def capture(function: Callable[..., Any]) -> Captured:
-    """Captures a function with what it takes from outside now; see `Captured`.
+    """Captures a function with its present outside values; see `Captured`.
 
     Raises:
         TypeError: it is not a Python function, a partial of one, or an object that is called like one.
@@ -121,7 +121,7 @@ def value_key(value: Any) -> Any:
 
 
 class _Walk:
-    """Collects what can be reached from a function."""
+    """Collects the values that a function can reach."""
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
@@ -130,10 +130,10 @@ class _Walk:
         self._numbers: dict[int, int] = {}
 
     def value(self, value: Any, name: str = "") -> tuple[Any, Build]:
-        """A hashable stand-in for a value, None if its meaning may change unseen, and what makes it again.
+        """A hashable stand-in for a value, None if its meaning may change unseen, and a function that recreates it.
 
         Args:
-            name: what the user's code calls the value.
+            name: the name of the value in the user's code.
         """
         kind = type(value)
         if kind in _PLAIN:
@@ -158,7 +158,7 @@ class _Walk:
     def _values(self, values: Sequence[Any], names: Sequence[str]) -> tuple[Any, list[Build]]:
         found = [self.value(x, name) for x, name in zip(values, names, strict=True)]
         keys = tuple([key for key, _ in found])
-        # A tuple in a tuple, so that one of nothing is not taken for None.
+        # A tuple in a tuple, so that an empty one is not mistaken for None.
         return (None if None in keys else (keys,)), [build for _, build in found]
 
     def _tensor(self, value: Tensor, name: str) -> tuple[Any, Build]:
@@ -202,7 +202,7 @@ class _Walk:
         return key, _builder(number, function, places, of_defaults, settled)
 
     def _defaults(self, function: types.FunctionType) -> tuple[Any, Build]:
-        """A key for a function's default values, and what makes them again: (positional, by name)."""
+        """A key for a function's default values, and a function that recreates them: (positional, by name)."""
         given, named = function.__defaults__ or (), function.__kwdefaults__ or {}
         self.steps += [(function, name, getattr(function, name)) for name in _OWN]
         self.steps += [(named, name, value) for name, value in named.items()]
@@ -272,7 +272,7 @@ class _Place:
             self.build = build
 
     def make(self, tensors: Sequence[Any], made: dict[int, Any]) -> Any:
-        """The value; an object with nothing but the attributes that are read, where nothing else of it is used."""
+        """The value; an object with nothing but the attributes that are read, if nothing else of it is used."""
         if self.build is not None:
             return self.build(tensors, made)
         return types.SimpleNamespace(**{name: x.make(tensors, made) for name, x in self.attributes.items()})
@@ -346,16 +346,16 @@ class _Same:
 
 
 def _is_owner(value: Any) -> bool:
-    """Whether a path goes on in a value: to ask it for an attribute runs no code of the user's."""
+    """Whether a path continues in a value: reading an attribute of it runs no user code."""
     if isinstance(value, tuple):
         return hasattr(value, "_fields")
     return isinstance(value, types.ModuleType | type | types.FunctionType)
 
 
 def _of_library(value: Any) -> bool:
-    """Whether an object belongs to a package that does not change; what was made in a call is as the call made it."""
+    """Whether an object belongs to a package that does not change; an object that a call created counts as the call."""
     if isinstance(value, types.FunctionType):
-        # Wrappers take on the name of what they wrap; where their code is from, they can't hide.
+        # Wrappers take on the name of the wrapped function, but not the file of its code.
         module, name = value.__globals__.get("__name__", ""), value.__code__.co_qualname
     elif isinstance(value, types.ModuleType):
         module, name = value.__name__, ""

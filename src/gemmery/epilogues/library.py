@@ -240,7 +240,7 @@ def compose(*functions: Callable[..., Any]) -> Callable[..., Any]:
             steps += function.args[0]
         else:
             steps.append((function, _further(function)))
-    # A partial and not a closure: `identity` looks into it, and finds that two of the same functions are the same.
+    # A partial and not a closure: `identity` inspects it, and recognizes two partials of the same functions.
     made = functools.partial(_chained, tuple(steps))
     made.__name__ = f"compose({', '.join(_name(step) for step, _ in steps)})"  # type: ignore[attr-defined]
     return made

@@ -1,4 +1,4 @@
-"""From a graph of aten operators to a device function in Triton, as text and compiled from it.
+"""From a graph of aten operators to a device function in Triton, as text and compiled.
 
 A value is a block (ROWS, COLS), a row (1, COLS), a column (ROWS, 1) or a number. If the function halves the last
 dimension, COLS are columns of a half, and a value of whole width is two blocks, its halves, both of which are in the
@@ -145,9 +145,9 @@ class Program:
 # Lowering
 
 
-#: Columns of the widest product of which a tile can be as wide.
+#: Columns of the widest product that one tile can cover.
 WHOLE = 256
-#: Keyword arguments that are read, of operators that are more than a line of a table.
+#: Keyword arguments that are read, of operators with a method.
 _KEYWORDS = {
     "gelu": {"approximate"}, "clamp": {"min", "max"}, "rsub": {"alpha"}, "div": {"rounding_mode"},
     "_to_copy": {"dtype", "layout", "device", "pin_memory", "non_blocking", "memory_format"},
@@ -172,7 +172,7 @@ class _Lowering:
     numbers: list[int] = field(default_factory=list)
     loads: list[tuple[int, int, torch.dtype, int]] = field(default_factory=list)  # line, halves, type, tensor
     count: int = 0
-    #: Reduced rows that are used again, as what a tile makes of them that is as wide as the product.
+    #: Reduced rows that are used again, complete in a tile as wide as the product.
     complete: dict[fx.Node, Value] = field(default_factory=dict)
 
     # Variables
@@ -194,9 +194,9 @@ class _Lowering:
         return self.sizes.N // 2 if self.paired else self.sizes.N
 
     def form(self, node: fx.Node, shape: Sequence[int]) -> tuple[bool, bool, int]:
-        """Whether a shape has rows and columns, and how often the output's width it is wide."""
+        """Whether a shape has rows and columns, and its width divided by the output's."""
         if tuple(shape) == self._product()[:-1]:
-            # A row's number without a dimension for columns; torch combines it with nothing but others of its kind.
+            # A row's number without a dimension for columns; torch combines it only with others of its kind.
             return True, False, 1
         dims = [*list(shape)[::-1], 1, 1]
         expected = (self.sizes.M, *self.sizes.batch[::-1])
@@ -270,7 +270,7 @@ class _Lowering:
         if kind is not None:
             number = float(number)
             if kind != torch.float64 and self.compute == torch.float64:
-                # Beside narrower tensors torch has numbers in single precision.
+                # With narrower tensors, torch has numbers in single precision.
                 number = torch.tensor(number, dtype=torch.float32).item()
         if isinstance(number, float) and not math.isfinite(number):
             return f'float("{number}")'
@@ -333,7 +333,7 @@ class _Lowering:
     def _apply(
         self, node: fx.Node, template: str, inputs: Sequence[Any], kind: torch.dtype | None = None
     ) -> Value:
-        """An elementwise template on values and constants.
+        """An elementwise template, applied to values and constants.
 
         Args:
             kind: the type that the inputs are brought to; None leaves them.
@@ -341,7 +341,7 @@ class _Lowering:
         result = node.meta["val"]
         rows, wide, _ = self.form(node, result.shape)
         times = max([len(x.names) for x in inputs if isinstance(x, Value)] or [1])
-        # The interpreter loses the type of a scalar's comparison where it meets that of a block.
+        # The interpreter loses the type of a scalar's comparison if it is combined with that of a block.
         single = result.dtype == torch.bool and not any(
             isinstance(x, Value) and (x.rows or x.wide) for x in inputs
         )
@@ -365,7 +365,7 @@ class _Lowering:
         return Value(tuple(names), result.dtype, rows, wide)
 
     def converted(self, text: str, dtype: torch.dtype, kind: torch.dtype) -> str:
-        """A value of one type in another, as torch converts what it combines."""
+        """A value of one type in another, as torch converts combined operands."""
         if self.inside(dtype) == self.inside(kind):
             return text
         if kind == torch.bool:
@@ -580,7 +580,7 @@ class _Lowering:
         )
 
     def _uniform(self, node: fx.Node) -> Value:
-        """Random numbers, counted by where they are in the output."""
+        """Random numbers, counted by their place in the output."""
         like, seed = self._inputs(node)
         if not isinstance(like, Value) or not (like.rows and like.wide) or len(like.names) != 1:
             raise self.fail(node, "requests random numbers of another shape than the output's")
@@ -640,7 +640,7 @@ class _Lowering:
         return Value((), dtype, x.rows, False, reduction)
 
     def _complete(self, node: fx.Node) -> None:
-        """Make numbers of the reduced rows that a node uses."""
+        """Convert the reduced rows that a node uses to numbers."""
         if not self.narrow:
             raise self.fail(
                 node,

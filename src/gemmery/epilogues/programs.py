@@ -29,7 +29,7 @@ def lowered_program(
 
     Args:
         function: gives its results and whether it returns a tuple.
-        dtype, shape: of what it is given first.
+        dtype, shape: of its first argument.
         dims: of the inputs that are tensors; see `epilogues.trace.Shape`.
         role: the function's name in messages.
         narrow: whether a tile may be as wide as the block.

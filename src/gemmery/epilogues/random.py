@@ -1,4 +1,4 @@
-"""Random numbers that depend on a seed and on where they are, and on nothing else: the same on every device.
+"""Random numbers that depend only on a seed and a position: the same on every device.
 
 `torch.ops.gemmery.uniform` means the same as `kernels.fused.uniform`, to the bit: Philox 4x32-10, Salmon et al.,
 "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), whose key is the seed and whose counter is an element's number.
@@ -13,7 +13,7 @@ _LIBRARY = torch.library.Library("gemmery", "FRAGMENT")
 _LIBRARY.define("uniform(Tensor like, Tensor seed) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
 
 _LOW = 0xFFFFFFFF
-#: Elements that are computed at once, for the sake of memory.
+#: The number of elements that are computed at once, to limit memory.
 _PIECE = 1 << 24
 
 

@@ -1,6 +1,6 @@
 """Finds what a function's code reads from outside: cells and globals, each with the attributes taken of it.
 
-The byte code tells it, so that `pkg.config.SCALE` is one value and not three names. A path ends where the code does
+The byte code shows it, so that `pkg.config.SCALE` is one value and not three names. A path ends where the code does
 anything else with a value than read an attribute of it, such as pass it on or index it.
 """
 
@@ -28,7 +28,7 @@ class Path:
     Attributes:
         kind: "cell" or "global".
         name: of the cell or the global.
-        attributes: taken one of the other, in their order.
+        attributes: each read from the one before, in their order.
     """
 
     kind: str
@@ -58,7 +58,7 @@ def reads(code: types.CodeType) -> Reads:
 
 
 def _scan(code: types.CodeType, free: frozenset[str], paths: dict[Path, None]) -> bool:
-    """Add the paths of a code object to `paths`; returns whether these are all that it does outside.
+    """Add the paths of a code object to `paths`; returns whether it does nothing else outside.
 
     Args:
         free: the names of cells that come from outside.

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 _META = torch.device("meta")
 #: torch's tags of operators whose result, or its shape, depends on data.
 _READING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-#: Operators that pick elements by their place, which a tile does not have; slices may be halves and are lowered.
+#: Operators that select elements by their place, which a tile does not have; slices may be halves and are lowered.
 _INDEXING = {
     torch.ops.aten.select.int, torch.ops.aten.index.Tensor, torch.ops.aten.index_select.default,
     torch.ops.aten.gather.default, torch.ops.aten.take.default,
@@ -102,7 +102,7 @@ class Recorder(TorchDispatchMode):
     """A mode under which operators on proxy-ins become nodes of a graph.
 
     Args:
-        device: where the proxy-ins say they are.
+        device: the device that the proxy-ins report.
         files: the files of the user's functions; each node's "where" is its line in one of them.
         decompositions: operators that are run as functions of simpler ones, which may return NotImplemented.
     """
@@ -133,7 +133,7 @@ class Recorder(TorchDispatchMode):
         return proxy
 
     def run(self, function: Callable[..., Any], inputs: Sequence[MetaProxy], grad: bool) -> fx.Graph:
-        """The graph of a function of proxy-ins, with what does not matter to its results left out."""
+        """The graph of a function of proxy-ins, without operators that its results do not need."""
         with torch.set_grad_enabled(grad), self:
             results = torch.func.functionalize(function)(*inputs)
         self.graph.output(pytree.tree_map_only(Tensor, self._node, results))
@@ -184,7 +184,7 @@ class Recorder(TorchDispatchMode):
         results = (_elementwise if torch.Tag.pointwise in func.tags else _without_data)(func, args, kwargs)
         if not any(isinstance(x, Tensor) for x in pytree.tree_leaves(results)):
             self.graph.erase_node(node)
-            return results  # something about the inputs that is no data
+            return results  # properties of the inputs, not their data
         if isinstance(results, Tensor):
             return self._known(results, node)
         return type(results)(

@@ -1,4 +1,4 @@
-"""Results of a traced epilogue: the tensors that the kernel writes, and the results that are made of them."""
+"""Results of a traced epilogue: the tensors that the kernel writes, and the results that are computed from them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Results:
 
     Attributes:
         program: the epilogue.
-        shape: of what it is given first, (..., M, N).
+        shape: of its first argument, (..., M, N).
         types: of its results.
         wide: the type of sums.
         cleared: whether what the epilogue stores itself is 0 before, since it is not called for every row.

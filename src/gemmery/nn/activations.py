@@ -25,7 +25,7 @@ def _gated(function: Elementwise, acc: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Activation:
-    """An elementwise function in the two forms in which a feed-forward block fuses it; see `activation`.
+    """An elementwise function in the two forms that a feed-forward block fuses; see `activation`.
 
     Attributes:
         name: the printed name.
@@ -86,7 +86,7 @@ _TORCH: tuple[tuple[Any, str], ...] = (
     *((function, name) for name, function in _FUNCTIONS.items()),
 )  # fmt: skip
 
-#: Classes of modules that compute one, in Hugging Face's words; torch's are in `_of_module`. Whether they call torch's
+#: Hugging Face's classes of modules that compute one; torch's are in `_of_module`. Whether they call torch's
 #: function or write it out themselves, it is the same function.
 _HUGGING_FACE: dict[str, str] = {
     "SiLUActivation": "silu",
@@ -112,7 +112,7 @@ def recognised(given: Any) -> Activation | None:
 
     Args:
         given: such as "gelu_new", torch.nn.functional.silu or an instance of Hugging Face's GELUActivation. A module
-            counts by its exact type: whether it has hooks is for the caller to see.
+            counts by its exact type; the caller checks for hooks.
 
     Example:
         >>> import torch
@@ -171,5 +171,5 @@ def activation(given: str | Callable[..., Tensor] | Activation) -> Activation:
 
 @functools.lru_cache(maxsize=64)
 def _of_function(function: Callable[..., Tensor]) -> Activation:
-    """One object for one function, as far as memory of it goes, so that calls need not make epilogues."""
+    """One object per function while it is cached, so that calls need not create epilogues."""
     return _make(getattr(function, "__name__", type(function).__name__), function, function)

@@ -1,7 +1,7 @@
-"""Feed-forward blocks of Hugging Face's transformers, fused: what `swap` puts in their places, and how it knows them.
+"""Fused feed-forward blocks of Hugging Face's transformers: their replacements, and how `swap` recognizes them.
 
 A replacement keeps the original's children by name and its parameters as objects, so that state dicts, adapters that
-look for `gate_proj` and tied weights go on working. The original is not touched: it is what an undo puts back.
+look for `gate_proj` and tied weights continue to work. The original does not change: an undo restores it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from .stacking import parameters_of, rows_of, why_not_stacked
 
 
 class FusedGatedMLP(nn.Module):
-    """Hugging Face's `down_proj(act_fn(gate_proj(x)) * up_proj(x))` with all that is elementwise inside a product.
+    """Hugging Face's `down_proj(act_fn(gate_proj(x)) * up_proj(x))` with all elementwise operators inside a product.
 
-    Made by `gemmery.nn.swap`. Layers that get hooks later, and adapters put in their places, are called as modules.
+    Made by `gemmery.nn.swap`. Layers that receive hooks later, and adapters that replace them, are called as modules.
 
     Attributes:
-        original: the name of the class in whose place it is.
+        original: the name of the replaced class.
         activation: what `act_fn` computes.
     """
 
@@ -62,9 +62,9 @@ class PackedGatedMLP(nn.Module):
     that receives hooks later, and an adapter that replaces it, are called as modules.
 
     Attributes:
-        original: the name of the class in whose place it is.
+        original: the name of the replaced class.
         activation: what `act_fn` computes.
-        replaced: the class of the block that it is made of.
+        replaced: the class of the block that it replaces.
     """
 
     gate_up_proj: QuantizedLinear
@@ -105,7 +105,7 @@ class PackedGatedMLP(nn.Module):
         return {name: rows_of(layer, *place) for name, place in zip(self.HALVES, places, strict=True)}
 
     def apart(self) -> nn.Module:
-        """The block that this one is made of, with quantized layers."""
+        """The block that this one replaces, with quantized layers."""
         made = self.replaced.__new__(self.replaced)
         nn.Module.__init__(made)
         made._modules.update(self.halves())
@@ -147,10 +147,11 @@ class PackedGatedMLP(nn.Module):
 class FusedIntermediate(nn.Module):
     """Hugging Face's `intermediate_act_fn(dense(x))` as one product.
 
-    Made by `gemmery.nn.swap`. A layer that gets hooks later, and an adapter put in its place, are called as modules.
+    Made by `gemmery.nn.swap`. A layer that receives hooks later, and an adapter that replaces it, are called as
+    modules.
 
     Attributes:
-        original: the name of the class in whose place it is.
+        original: the name of the replaced class.
         activation: what `intermediate_act_fn` computes.
     """
 
@@ -192,7 +193,7 @@ Block = MLP | GatedMLP | FusedBlock
 
 
 class Family:
-    """A kind of block: how it is made, and how it is known.
+    """A kind of block: its constructor, and how it is recognized.
 
     Attributes:
         fused: what replaces it.
@@ -212,7 +213,7 @@ class Family:
         )
 
 
-#: A class comes in here when its forward has been read; a test reads it again in the release that is installed.
+#: A class is added here once its forward has been checked; a test checks it in the installed release.
 FAMILIES = (
     Family(
         FusedGatedMLP, ("gate_proj", "up_proj", "down_proj"), "act_fn",
@@ -306,7 +307,7 @@ def _mismatch(block: nn.Module) -> str | None:
 
 
 def fuse(kind: Family, block: nn.Module, layers: Mapping[str, Any]) -> FusedBlock | PackedGatedMLP:
-    """The replacement of a block that nothing speaks against.
+    """The replacement of a block that can be replaced.
 
     Args:
         layers: what replaces its linear layers.

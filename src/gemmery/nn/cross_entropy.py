@@ -28,7 +28,7 @@ class LinearCrossEntropy(nn.Module):
 
     Raises:
         ValueError: a number is out of range, or the shape of `weight` is not (C,).
-        TypeError: a number is none.
+        TypeError: an argument is not a number.
 
     Example:
         >>> import torch, gemmery.nn

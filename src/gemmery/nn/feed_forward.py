@@ -1,8 +1,8 @@
 """A whole feed-forward block, two layers and the activation between them, with its own gradient.
 
-`down(f(up(x)))` takes two kernels. Its backward pass takes one for each gradient of an operand and no more: the product
-that makes the gradient of the hidden values goes on, in its epilogue, to that of the first product, and computes the
-hidden values again on the way. So these are not saved, and no elementwise kernel runs.
+`down(f(up(x)))` takes two kernels. Its backward pass takes one for each gradient of an operand: the epilogue of the
+product that computes the gradient of the hidden values continues to the gradient of the first product, and recomputes
+the hidden values. So these are not saved, and no elementwise kernel runs.
 """
 
 from __future__ import annotations

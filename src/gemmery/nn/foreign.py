@@ -30,7 +30,7 @@ class Foreign:
     """A layer that was recognized.
 
     Attributes:
-        source: whose it is, as reports have it.
+        source: the library, for reports.
         read: makes its weight; raises ValueError with the reason if it can't.
         patched: whether the library replaces `forward` of the layer itself.
     """
@@ -110,7 +110,7 @@ def _own(module: nn.Module) -> dict[str, Tensor]:
 
 def _grouped(module: nn.Module) -> QuantizedTensor:
     name = type(module).__name__
-    # ExLlama's kernels keep a handle to what they have shuffled in place.
+    # ExLlama's kernels keep a handle to the weight, which they have shuffled in place.
     handle = next((x for x in ("q_handle", "q4") if getattr(module, x, None) is not None), None)
     if handle is not None or any(part in name.lower() for part in _REPACKED):
         raise ValueError(

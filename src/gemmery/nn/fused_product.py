@@ -62,7 +62,7 @@ def stacked_product(name: str, layer: nn.Module, act: Activation) -> FusedProduc
 
 
 def are_alike(*layers: Linear) -> bool:
-    """Whether layers do nothing but multiply when they are called, and do so in one way."""
+    """Whether calls of layers only multiply, with the same settings."""
     hows = {(layer.precision, layer.batch_invariant) if is_plain(layer) else None for layer in layers}
     return len(hows) == 1 and None not in hows
 

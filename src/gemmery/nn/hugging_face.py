@@ -1,8 +1,8 @@
-"""Experts of Hugging Face's transformers by gemmery: as an implementation that a model is set to, and swapped.
+"""Experts of Hugging Face's transformers by gemmery: as an implementation that a model selects, and as replacements.
 
 transformers decorates classes of experts with `use_experts_implementation`, which describes them by flags, and selects
-the function that computes them from a table. Here is one for that table. No other module imports it: `register_experts`
-imports transformers.
+the function that computes them from a table. This module adds one to that table. No other module imports it:
+`register_experts` imports transformers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .activations import Activation, recognised
 from .experts import Experts
 from .linear import inherit, is_untouched, own_code
 
-#: Under which name transformers knows it.
+#: The name under which transformers registers it.
 NAME = "gemmery"
 
 
@@ -83,10 +83,10 @@ class FusedExperts(nn.Module):
     Made by `gemmery.nn.swap`.
 
     Attributes:
-        original: the name of the class in whose place it is.
+        original: the name of the replaced class.
         apply_gate: the class's `_apply_gate`.
         how: precision and batch_invariant, see `gemmery.matmul`.
-        prepared: the activation as it was when this was made, for code under torch.compile, which can make none.
+        prepared: the activation at the time of construction, for code under torch.compile, which can't create one.
     """
 
     def __init__(self, module: nn.Module, precision: AskedPrecision, batch_invariant: bool) -> None:
@@ -151,7 +151,7 @@ def given_of(module: nn.Module) -> dict[str, Any]:
 
 
 def _flag(module: nn.Module, name: str, default: bool) -> bool:
-    """A flag that the decorator has set; not all versions of transformers have all."""
+    """A flag that the decorator has set; some versions of transformers lack some flags."""
     return bool(getattr(module, name, default))
 
 
@@ -194,7 +194,7 @@ def _activation(module: nn.Module) -> Epilogue[..., Tensor] | Unfused:
 def fusible(module: nn.Module) -> Epilogue[..., Tensor] | None:
     """The activation of a module of experts as an epilogue of the first product; None if it can't be one.
 
-    It is looked at with every call, since it may be another one by then.
+    It is checked at every call, because it may have changed.
     """
     concatenated = _flag(module, "is_concatenated", True)
     known = _known(getattr(module, "act_fn", None))
@@ -261,7 +261,7 @@ class Gate:
 
 
 class Alternating:
-    """Columns of gate and up that alternate, as far as an `_apply_gate` takes them apart; they never are one tensor."""
+    """Columns of gate and up that alternate, as an `_apply_gate` separates them; they are never one tensor."""
 
     def __init__(self, gate: Tensor, up: Tensor) -> None:
         self.gate, self.up = gate, up
@@ -331,13 +331,13 @@ def refusal(module: nn.Module) -> str | None:
         kind = type(module._parameters[name])
         if kind is not nn.Parameter:
             return f"its {name} is a {kind.__name__}, not a plain parameter"
-    # Run by torch, it might need what its class has besides.
+    # Run by torch, it might need other attributes of its class.
     own = _flag(module, "has_gate", True) and not _is_default(_apply_gate_of(module))
     return "its _apply_gate can't be part of a product" if own and fusible(module) is None else None
 
 
 def stacked(module: nn.Module) -> Experts | str:
-    """A module of experts as `Experts`, with weights that are copied where they are laid out differently; or why not.
+    """A module of experts as `Experts`, with weights that are copied if their layout differs; or why not.
 
     Args:
         module: a supported module, or a `FusedExperts`.

@@ -79,7 +79,8 @@ _CALL_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_back
 def is_plain(module: nn.Module) -> TypeGuard[Linear]:
     """Whether a module is a gemmery.nn.Linear that does nothing but multiply when it is called.
 
-    A block that reads a layer's parameters itself asks this at every call: hooks and adapters come after it was made.
+    A block that reads a layer's parameters itself checks this at every call, because hooks and adapters may be added
+    later.
     """
     return type(module) is Linear and is_untouched(module)
 
@@ -103,7 +104,7 @@ def own_code(module: nn.Module) -> str | None:
         return "it was compiled separately"
     if any(getattr(module, kind) for kind in _CALL_HOOKS):
         return "it has hooks"
-    # Those that run with state dicts: a replacement would write or read another one.
+    # The hooks that run with state dicts: a replacement would write or read another state dict.
     kinds = (
         "_state_dict_hooks",
         "_state_dict_pre_hooks",

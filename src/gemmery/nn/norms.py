@@ -1,4 +1,4 @@
-"""Hugging Face's RMSNorms by torch's own kernel: what `swap` puts in their places, and how it knows them.
+"""Hugging Face's RMSNorms by torch's kernel: their replacements, and how `swap` recognizes them.
 
 They are written as half a dozen elementwise operators, which without a compiler took a sixth of a Llama's time at
 8192 tokens. torch has the same in one kernel.
@@ -14,14 +14,14 @@ from torch.nn import functional
 from ..dtensors import is_sharded
 from .linear import inherit, own_code
 
-#: A class comes in here when its forward has been read; a test reads it again in the release that is installed.
+#: A class is added here once its forward has been checked; a test checks it in the installed release.
 CLASSES = frozenset(
     (
         "LlamaRMSNorm", "MistralRMSNorm", "MinistralRMSNorm", "Ministral3RMSNorm", "MixtralRMSNorm", "Qwen2RMSNorm",
         "Qwen2MoeRMSNorm", "Qwen3RMSNorm", "Qwen3MoeRMSNorm",
     )
 )  # fmt: skip
-#: All that such a forward names.
+#: All names that such a forward uses.
 _NAMES = {"dtype", "to", "torch", "float32", "pow", "mean", "rsqrt", "variance_epsilon", "weight"}
 
 
@@ -32,8 +32,7 @@ class FusedRMSNorm(nn.Module):
 
     Attributes:
         weight: (N,), the original's.
-        original: the name of the class in whose place it is.
-        variance_epsilon: what is added to the mean.
+        original: the name of the replaced class. variance_epsilon: the addend of the mean.
     """
 
     weight: nn.Parameter

@@ -97,7 +97,7 @@ class PackedLinear(nn.Module):
         return weight.form
 
     def extra_repr(self) -> str:
-        """The layer's sizes, and what its weight is."""
+        """The layer's sizes, and a description of its weight."""
         extra = ", batch_invariant=True" if self.batch_invariant else ""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
@@ -125,7 +125,7 @@ def is_plain_packed(module: nn.Module) -> TypeGuard[PackedLinear]:
 
 
 def check_sharded_alike(name: str, own: PackedWeight, given: PackedWeight) -> None:
-    """ValueError where of a layer's weight and that of a state dict one alone consists of DTensors."""
+    """ValueError if only one of a layer's weight and a state dict's weight consists of DTensors."""
     if is_sharded(own.parts().values()) != is_sharded(given.parts().values()):
         raise ValueError(
             f"{name}: one of the layer's weight and the state dict's consists of DTensors; both must be sharded alike, "
@@ -134,7 +134,7 @@ def check_sharded_alike(name: str, own: PackedWeight, given: PackedWeight) -> No
 
 
 def _parameter(weight: Tensor) -> nn.Parameter:
-    # One that is a parameter already may be shared with other layers.
+    # An existing parameter may be shared with other layers.
     return weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight, requires_grad=False)
 
 

@@ -1,7 +1,7 @@
-"""The query, key and value projections of attention as one product: what `swap` puts in the places of quantized ones.
+"""The query, key and value projections of attention as one product: the replacement of quantized ones.
 
-The projections stay modules in their places, so that the code of the attention runs as it is, and adapters and state
-dicts find them. They share a layer with the rows of all three, of which each one's result is a part.
+The projections remain modules in their places, so the code of the attention runs unchanged, and adapters and state
+dicts find them. They share a layer with the rows of all three; each result is a part of its product.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class StackedLinear(QuantizedLinear):
             self.pending.clear()
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        """Nothing, for the layers do."""
+        """Nothing, because the layers load it."""
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         self.kept = None
@@ -203,12 +203,12 @@ class StackedPart(PackedLinear):
         return rows_of(self.whole, rows.start, rows.stop).train(self.training)
 
     def described(self) -> str:
-        """The weight's format, and whose rows it is one with."""
+        """The weight's format, and the layers that it is merged with."""
         return f"{self.whole.described()}, one weight with {' and '.join(self.others)}"
 
     @property
     def others(self) -> list[str]:
-        """The names of the layers that it is one weight with."""
+        """The names of the layers that it is merged with."""
         return [name for i, name in enumerate(self.whole.names) if i != self.index]
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -232,7 +232,7 @@ class StackedPart(PackedLinear):
             ):
                 error_msgs.append(f"{prefix}{kind} is {value!r}; it must be such as {x!r}")
             else:
-                # As torch, which copies into the tensor that is there, or takes what is given.
+                # Like torch, which copies into the existing tensor, or assigns the given one.
                 is_assigned = local_metadata.get("assign_to_params_buffers", False)
                 given[kind] = value if is_assigned else value.to(x.device)
         if strict:
@@ -243,7 +243,7 @@ class StackedPart(PackedLinear):
 
 
 def projections_of(module: nn.Module) -> dict[str, nn.Module | None] | None:
-    """The projections of a module of attention that is known; None of any other module."""
+    """The projections of a module of attention that is known; None for any other module."""
     cls = type(module)
     if cls.__name__ not in CLASSES or not cls.__module__.startswith("transformers.models."):
         return None
@@ -254,7 +254,7 @@ def projections_of(module: nn.Module) -> dict[str, nn.Module | None] | None:
 
 
 def why_not(module: nn.Module, layers: Mapping[str, nn.Module | None]) -> str | None:
-    """Why the projections of attention, which are quantized by now, stay apart; None if they can be one."""
+    """Why the quantized projections of attention are not merged; None if they can be."""
     if "forward" in module.__dict__:
         return "its forward was replaced"
     for name, layer in layers.items():
@@ -265,7 +265,7 @@ def why_not(module: nn.Module, layers: Mapping[str, nn.Module | None]) -> str | 
 
 
 def projected(layers: Mapping[str, QuantizedLinear]) -> tuple[StackedLinear, dict[str, StackedPart]]:
-    """The layer with the rows of all projections, and what takes the place of each, by name."""
+    """The layer with the rows of all projections, and the replacement of each, by name."""
     whole = StackedLinear(layers)
     return whole, {
         name: StackedPart(whole, i, layer.training) for i, (name, layer) in enumerate(layers.items())

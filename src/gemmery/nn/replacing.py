@@ -80,7 +80,7 @@ def planned(model: nn.Module, packing: Packing) -> Swapped:
     walk = _Walk(packing, tuple(packing.skip), _owners(model))
     if is_layer(model):
         walk.report.left.append(("", "it is not inside a module, so it can't be replaced"))
-    # With a module's other names, which lead to other places.
+    # Including a module's other names, which are other places.
     for path, module in model.named_modules(remove_duplicate=False):
         if path and (is_layer(module) or is_experts(module)):
             prefix, _, name = path.rpartition(".")
@@ -121,7 +121,7 @@ class _Walk:
     used: set[str] = field(default_factory=set)
 
     def meet(self, layer: nn.Module, path: str, parent: nn.Module, name: str) -> None:
-        """Decide about a layer where it is seen for the first time, and note its place."""
+        """Decide about a layer at its first place, and record its place."""
         if id(layer) not in self.made:
             after = self.reason(layer, path) or self.replacement(layer)
             if isinstance(after, str):
@@ -179,7 +179,7 @@ class _Walk:
             slots = self.report._slots
             places = [slot for slot in slots if slot.parent is module and slot.name in layers]
             elsewhere = {id(slot.before) for slot in slots if slot not in places}
-            # A layer that has another place too stays one.
+            # A layer with another place remains one layer.
             if projections.why_not(module, layers) is None and elsewhere.isdisjoint(map(id, before.values())):
                 slots[:] = [slot for slot in slots if slot not in places]
                 self.report._project(module, path, layers)

@@ -298,7 +298,7 @@ class _Pruned:
         return cls(weight, 0 if version is None else weight.data_ptr(), version, method, forward, backward)
 
     def is_of(self, weight: Tensor, dtype: torch.dtype, method: str) -> bool:
-        """Whether this is what pruning a weight would give."""
+        """Whether this is the result of pruning a weight."""
         version = _version(weight)
         if self.weight is not weight or version is None:
             return False
@@ -312,7 +312,7 @@ def _version(weight: Tensor) -> int | None:
 
 
 def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Within, products of a device keep the types that they are given."""
+    """Inside, products of a device keep the types of their operands."""
     if autocast_dtype(device) is None:
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
@@ -335,7 +335,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        # As in `forward`: autocast of the time of this call has no part in the types of the products.
+        # As in `forward`: autocast at this call does not affect the types of the products.
         with _without_autocast(grad.device):
             return _Product.gradients(ctx, grad)
 

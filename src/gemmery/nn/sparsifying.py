@@ -21,7 +21,7 @@ def sparsify(
     """Replace the plain linear layers and the experts inside a model by 2:4 sparse ones, in place.
 
     Every torch.nn.Linear and gemmery.nn.Linear becomes a gemmery.nn.PrunedLinear and keeps its bias. A
-    gemmery.nn.SparseLinear becomes the result of its `to_inference`, whatever `method` says. Layers that share a weight
+    gemmery.nn.SparseLinear becomes the result of its `to_inference`, for any `method`. Layers that share a weight
     share the pruned weight. Experts (gemmery.nn.Experts and those that `swap` replaces) become gemmery.nn.Experts with
     sparse weights.
 

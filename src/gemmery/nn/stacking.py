@@ -32,7 +32,7 @@ def why_not_stacked(layers: Mapping[str, nn.Module | None]) -> str | None:
 
 
 def parameters_of(layers: Mapping[str, QuantizedLinear]) -> tuple[Tensor, nn.Parameter | None]:
-    """The weight and the bias of layers as one; what speaks against it is `why_not_stacked`."""
+    """The weight and the bias of layers as one; `why_not_stacked` gives reasons against it."""
     found = [*layers.values()]
     biases = [layer.bias.detach() for layer in found if layer.bias is not None]
     first = found[0].bias

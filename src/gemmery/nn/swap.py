@@ -1,4 +1,4 @@
-"""Putting gemmery's modules into a model that exists, and taking them out again."""
+"""Replacement of an existing model's modules by gemmery's, and its reversal."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _NAMED = 3
 
 @dataclass(frozen=True)
 class Slot:
-    """A place in a model: the name of a child, and what was and what is there."""
+    """A place in a model: the name of a child, the former module and the present one."""
 
     path: str
     parent: nn.Module
@@ -75,7 +75,7 @@ class Swapped:
     replaced: list[tuple[str, str]] = field(default_factory=list)
     left: list[tuple[str, str]] = field(default_factory=list)
     _slots: list[Slot] = field(default_factory=list, repr=False)
-    #: Children of which there was none before: the module that has each, its name, and the child.
+    #: New children: the parent module, the name, and the child.
     _added: list[tuple[nn.Module, str, nn.Module]] = field(default_factory=list, repr=False)
 
     def __len__(self) -> int:
@@ -153,10 +153,10 @@ class Swapped:
             parent._modules[name] = child
 
     def _project(self, module: nn.Module, path: str, layers: Mapping[str, nn.Module | None]) -> StackedLinear:
-        """Notes that projections of attention become one layer.
+        """Records that projections of attention become one layer.
 
         Args:
-            layers: quantized ones, by name, of which nothing says that they can't be one.
+            layers: quantized ones, by name, which can be merged.
         """
         found = {name: x for name, x in layers.items() if isinstance(x, QuantizedLinear)}
         whole, parts = projections.projected(found)
@@ -228,8 +228,8 @@ def swap(
     - every torch.nn.Linear, by a gemmery.nn.Linear, and GPT-2's Conv1D, whose weight stays transposed;
     - the feed-forward blocks of Hugging Face's Llama, Mistral, Qwen and Gemma (gate, up, activation, down) and of BERT
       and its relatives (dense and activation), by blocks whose activation runs inside a product;
-    - the query, key and value projections of Hugging Face's Llama, Mistral, Mixtral, Qwen, Gemma and Granite where they
-      are quantized already: their rows become one packed weight, by which one product multiplies;
+    - the query, key and value projections of Hugging Face's Llama, Mistral, Mixtral, Qwen, Gemma and Granite if they
+      are already quantized: their rows become one packed weight, and one product;
     - the experts of Hugging Face's mixtures that transformers decorates with `use_experts_implementation`, which
       `gemmery.moe.experts` computes, see `register_experts`;
     - the RMSNorms of Llama, Mistral and Qwen, by torch's own, one kernel instead of six;
@@ -297,8 +297,8 @@ class _Walk:
 
     Attributes:
         keeps_float32: whether layers with float32 weights stay torch's.
-        layers: what replaces linear layers, by their ids; those inside blocks among them.
-        places: what replaces modules in all their places, by their ids.
+        layers: the replacements of linear layers, by their ids, including those inside blocks.
+        places: the replacements of modules in all their places, by their ids.
         seen: ids of the modules that were met.
     """
 
@@ -363,7 +363,7 @@ class _Walk:
         self.children(module, f"{path}.")
 
     def block(self, kind: blocks.Family, module: nn.Module, path: str) -> bool:
-        """Replace a module as a whole, unless something speaks against it."""
+        """Replace a module as a whole, if possible."""
         reason = blocks.refusal(kind, module, self.why_not_in_block)
         if reason is not None:
             self.report.left.append((path, reason))
@@ -378,7 +378,7 @@ class _Walk:
         return True
 
     def projections(self, module: nn.Module, path: str) -> None:
-        """Make the quantized projections of attention one weight, unless something speaks against it."""
+        """Make the quantized projections of attention one weight, if possible."""
         layers = projections.projections_of(module)
         if layers is None or not all(type(x) is QuantizedLinear for x in layers.values()):
             return
@@ -394,7 +394,7 @@ class _Walk:
         self.report.replaced.append((path, f"{type(module).__name__} (q, k and v, {format})"))
 
     def experts(self, module: nn.Module, path: str) -> bool:
-        """Replace experts, unless something speaks against it."""
+        """Replace experts, if possible."""
         reason = hugging_face.refusal(module) or self.why_not_in_float32(module.down_proj)
         if reason is not None:
             self.report.left.append((path, reason))
@@ -405,7 +405,7 @@ class _Walk:
         return True
 
     def transposed(self, module: nn.Module, path: str) -> None:
-        """Replace a Conv1D, unless something speaks against it."""
+        """Replace a Conv1D, if possible."""
         reason = transposed.refusal(module) or self.why_not_in_float32(module.weight)
         if reason is not None:
             self.report.left.append((path, reason))
@@ -414,7 +414,7 @@ class _Walk:
         self.report.replaced.append((path, type(module).__name__))
 
     def norm(self, module: nn.Module, path: str) -> None:
-        """Replace a norm, unless something speaks against it."""
+        """Replace a norm, if possible."""
         reason = norms.refusal(module)
         if reason is not None:
             self.report.left.append((path, reason))
@@ -423,7 +423,7 @@ class _Walk:
         self.report.replaced.append((path, type(module).__name__))
 
     def other(self, module: nn.Module, path: str, found: foreign.Foreign) -> None:
-        """Replace another library's quantized layer, unless something speaks against it."""
+        """Replace another library's quantized layer, if possible."""
         after = foreign.replacement(module, found, self.batch_invariant)
         if isinstance(after, str):
             self.report.left.append((path, after))

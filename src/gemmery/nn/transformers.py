@@ -394,8 +394,8 @@ def _malloc_trim() -> Any:
 def _give_back() -> None:
     """Returns the free memory between packed weights to the system.
 
-    Quantizing needs memory in between. glibc keeps what lies below a weight that stays, which added up to more than the
-    packed model.
+    Quantizing needs memory in between. glibc keeps the memory below a weight that remains, which added up to more than
+    the packed model.
     """
     trim = _malloc_trim()
     if trim is not None:
@@ -499,10 +499,10 @@ def _discard(missing_keys: Any, name: str) -> None:
 
 
 def _plain(module: nn.Module, original: nn.Module | None, dtype: torch.dtype) -> nn.Module:
-    """A module with the numbers that packed weights stand for.
+    """A module with the numbers of packed weights.
 
     Args:
-        original: what it was quantized from, on meta; None for one that was put there later.
+        original: the unquantized module, on meta; None for a module that was added later.
     """
     if original is None:
         if not isinstance(module, PackedLinear):
