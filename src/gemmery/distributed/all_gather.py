@@ -58,7 +58,7 @@ def all_gather_matmul(
     and waits for all ranks; make such a call before capturing a CUDA graph. Products of one group must not run in two
     streams at the same time.
 
-    `matmul_reduce_scatter` computes the gradient of `a`: the sum over the ranks, of which each rank gets its shard.
+    `matmul_reduce_scatter` computes the gradient of `a`: each rank receives its shard of the sum over the ranks.
 
     Args:
         a: (..., M / ranks, ..., K), this rank's shard.
@@ -100,7 +100,7 @@ def all_gather_linear(
     batch_invariant: bool = False,
     config: Config | dict[str, Any] | str | None = None,
 ) -> Any:
-    """`gemmery.linear` of the rows of all ranks: a Linear whose input is sharded by rows, and its weight by rows, too.
+    """`gemmery.linear` of the rows of all ranks: a Linear whose input and weight are sharded by rows.
 
     Args:
         x: (..., M / ranks, ..., K), this rank's shard.
@@ -165,7 +165,7 @@ def _gathered_product(
 
 
 class _GatheredProduct(torch.autograd.Function):
-    """A bare product of gathered rows. Its backward gathers them again, while it computes their gradient."""
+    """A bare product of gathered rows. Its backward pass gathers them again, while it computes their gradient."""
 
     @staticmethod
     def forward(

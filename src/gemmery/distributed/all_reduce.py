@@ -1,4 +1,4 @@
-"""Products whose K is spread over ranks: each has some columns of the operands, and every rank gets the whole sum."""
+"""Products whose K is sharded over ranks: each rank has some columns of the operands and receives the whole sum."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def matmul_all_reduce(
 
     With few rows it is one kernel. Each rank stores the partial sums of its tiles, in float32, into the memory of the
     others, and adds up those of all ranks in the order of the ranks: the result is rounded once and has the same bits
-    on every rank. The epilogue receives the sum. Unless `batch_invariant` is set, this changes with more rows. From 64
+    on every rank. The epilogue receives the sum. With more rows, this changes unless `batch_invariant` is set. From 64
     rows on, partial sums are rounded to the type of `a`, if that and the result have 16 bits. From 1024 rows on, each
     rank computes the sum of its own rows, as `matmul_reduce_scatter` does, and all ranks copy the results.
 
@@ -210,7 +210,7 @@ def _draws(op: str, x: Tensor, b: Any, bias: Any, functions: Functions, options:
 def _in_kernel(
     op: str, a: Tensor, b: Any, bias: Any, functions: Functions, options: Options, shared: Shared, places: int
 ) -> Any:  # fmt: skip
-    """The product and its sum as one kernel."""
+    """The product and its sum in one kernel."""
     a, b = unpermuted(a, b)
     exchange = shared.exchange(f"{op}_all_reduce", places)
     return given_up(shared, lambda: product(op, SummedOver(a, exchange), b, bias, functions, None, options))

@@ -110,7 +110,7 @@ def as_matrices(dim: int, lead: torch.Size, bias: Any, functions: Functions) -> 
 
 
 def as_batch(made: Any, lead: Sequence[int], dim: int) -> Any:
-    """The results of a product of one matrix, with the dimensions of the result again.
+    """The results of a product of one matrix, with the dimensions of the result restored.
 
     Args:
         lead: those before its columns, the one that came first at the beginning.
@@ -186,7 +186,7 @@ def dimension(name: str, op: str, argument: str, a: Tensor, b: Any, dim: int) ->
 
 
 def as_autocast(a: Tensor) -> Tensor:
-    """A first operand in the type that autocast asks for."""
+    """A first operand in autocast's type."""
     dtype = autocast_dtype(a.device)
     return a if dtype is None or a.dtype not in AUTOCAST else a.to(dtype)
 

@@ -1,6 +1,6 @@
 """The memory through which the ranks of a process group exchange rows and partial sums.
 
-GPUs of one host with access to each other's memory get it from torch's symmetric memory. Processes that run Triton's
+GPUs of one host with access to each other's memory use torch's symmetric memory. Processes that run Triton's
 interpreter share files. See `kernels.ranks` and `kernels.shards`.
 """
 

@@ -43,9 +43,9 @@ class _Overlapping(nn.Module):
     """Comes before a layer's own class.
 
     Attributes:
-        ARGUMENT: of a style, which says how rows are placed.
-        PLACEMENTS: what it may be, and in words.
-        SHARDED: the dimension of the weight of which each rank has a part.
+        ARGUMENT: the argument of a style that places rows.
+        PLACEMENTS: its supported values, and their description.
+        SHARDED: the sharded dimension of the weight.
         OF_BIAS: the placement of the gradient that each rank has for a replicated bias.
     """
 
@@ -59,7 +59,7 @@ class _Overlapping(nn.Module):
     overlap: Overlap
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        # The class has no name by which it is found.
+        # The class can't be found by a name.
         made: Any = super().__reduce_ex__(2)
         kind, own = type(self).__bases__
         return _rebuilt, (kind, own), *made[2:]
@@ -138,12 +138,12 @@ def overlapping(
     """Changes a layer's class so that `forward` overlaps, as torch's `fully_shard` changes modules.
 
     Args:
-        style: what its user calls it.
+        style: its name for users.
         placement: of its input, or of its output.
 
     Raises:
         TypeError: it is not a linear layer, or it is a subclass with its own `forward`.
-        ValueError: the placement is none for this kind, or the mesh has more than one dimension.
+        ValueError: the placement does not suit this kind, or the mesh has more than one dimension.
     """
     own = type(module)
     is_dense = isinstance(module, nn.Linear) and own.forward in (nn.Linear.forward, Linear.forward)

@@ -25,7 +25,7 @@ from .exchange import PARTIALS, RESULTS, ROWS, Memory, Shared
 
 #: Elements that a program copies.
 BLOCK = 4096
-#: Types of rows that kernels for tiles of any width take.
+#: Types of rows that kernels for tiles of any width support.
 HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -100,7 +100,7 @@ def for_rows(x: Tensor, b: Any, bias: Any, functions: Functions, group: dist.Pro
 
 
 def lie_apart(x: Tensor, b: Any, bias: Any, functions: Functions, options: Options) -> bool:
-    """Whether a product reads the rank's own rows where they are, and not from the memory of all rows.
+    """Whether a product reads the rank's own rows from x, and not from the memory of all rows.
 
     Kernels for tiles of any width do so through a second tensor map, and others through pointers, which is slower. So
     the answer is whether the former are chosen, as far as types and sizes tell.
@@ -160,7 +160,7 @@ def arriving(op: str, x: Tensor, shared: Shared, apart: bool) -> Iterator[Arrivi
 
 
 def arrived(rows: ArrivingRows) -> Tensor:
-    """The matrix of all rows, for work that is queued later: a kernel waits until they have arrived."""
+    """The matrix of all rows, for later work: a kernel waits until they have arrived."""
     flags, calls, rank, ranks, failed, patience, _ = rows.arrivals
     if rows.own is not None:
         rows.matrix.chunk(ranks)[rank].copy_(rows.own)
@@ -206,7 +206,7 @@ class Partials(NamedTuple):
         sent: the numbers that tell, on every rank, that these were sent.
         received: those of the other ranks, on this one, in the order of the ranks.
         arrivals: see `ArrivingRows`.
-        begin: launches `begin_call`, given for how long it waits.
+        begin: launches `begin_call`, given its timeout.
     """
 
     sends: tuple[Tensor, ...]
@@ -238,8 +238,7 @@ class PartialSums:
     def send(self, rank: int, first: int, part: Tensor, is_last: bool) -> None:
         """Send some of a rank's rows to it.
 
-        The call begins with the first rows: while a rank computes these, the others may still read what they were sent
-        before.
+        The call begins with the first rows: while a rank computes these, the others may still read earlier data.
 
         Args:
             first: the first of them.
@@ -297,7 +296,7 @@ class _Results(NamedTuple):
     Attributes:
         shards: of each result, those of every rank.
         begun: see `Numbers`.
-        begin: launches `begin_call`, given for how long it waits.
+        begin: launches `begin_call`, given its timeout.
     """
 
     shards: list[tuple[Tensor, ...]]

@@ -111,7 +111,7 @@ class RowwiseParallel(torch_styles.RowwiseParallel):
 
 
 class _ModuleParallel(ParallelStyle):
-    """A style for a whole module, which is given all of its input."""
+    """A style for a whole module, which receives all of its inputs."""
 
     def __init__(
         self,
@@ -259,7 +259,7 @@ def _shard(
     """Replace a layer's parameters by sharded ones.
 
     Raises:
-        ValueError: the layer is one packed weight with others.
+        ValueError: the layer's packed weight is merged with others'.
     """
     if isinstance(layer, StackedPart):
         raise ValueError(

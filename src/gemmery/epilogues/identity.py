@@ -353,7 +353,7 @@ def _is_owner(value: Any) -> bool:
 
 
 def _of_library(value: Any) -> bool:
-    """Whether an object belongs to a package that does not change; an object that a call created counts as the call."""
+    """Whether an object belongs to a package that does not change; not a function that a call has created."""
     if isinstance(value, types.FunctionType):
         # Wrappers take on the name of the wrapped function, but not the file of its code.
         module, name = value.__globals__.get("__name__", ""), value.__code__.co_qualname

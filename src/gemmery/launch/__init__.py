@@ -1,1 +1,1 @@
-"""From a Problem to a launch: plans, copies of matrices, and the short way into the driver."""
+"""From a Problem to a launch: plans, copies of matrices, and the direct launch."""

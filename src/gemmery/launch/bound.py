@@ -1,4 +1,4 @@
-"""Launches of kernels that compute no product: prepared once, then entered as those of plans are."""
+"""Launches of kernels that compute no product: prepared once, like those of plans."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Bound:
         return self.kernel.warmup(*self.arguments(tensors), grid=self.grid, **self.constants)
 
     def launch(self, tensors: Sequence[Tensor]) -> None:
-        """Launch on the current device and stream, in the ordinary way."""
+        """Launch on the current device and stream, on the ordinary path."""
         self.kernel[self.grid](*self.arguments(tensors), **self.constants)
 
     def shorten(self, tensors: Sequence[Tensor]) -> None:
@@ -61,9 +61,9 @@ def launch(key: tuple[Any, ...], tensors: Sequence[Tensor], bind: Callable[[], B
     """Launch a kernel on the current stream of the tensors' device.
 
     Args:
-        key: says, with the device and with which addresses are multiples of 16 bytes, what `bind` returns.
+        key: determines the result of `bind`, together with the device and the alignment of addresses to 16 bytes.
         tensors: those whose addresses differ between launches.
-        bind: makes what is launched, where the key is new.
+        bind: creates the launch for a new key.
     """
     addresses: list[int] = []
     looks: list[Any] = [key, tensors[0].get_device()]

@@ -1,4 +1,4 @@
-"""Cross-compilation of kernels for a GPU that is not present, down to its machine code, with our own driver.
+"""Cross-compilation of kernels for a GPU that is not present, down to its machine code, with a driver of gemmery.
 
 Until code is loaded, binding and specialization ask the driver only for the target.
 """
@@ -37,7 +37,7 @@ def use_target(name: str) -> None:
 
 
 def use(backend: str, number: int | str, warp_size: int) -> None:
-    """Make this process compile for a target in Triton's words, from now on."""
+    """Make this process compile for a GPUTarget of Triton, from now on."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 

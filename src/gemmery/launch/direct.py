@@ -1,12 +1,13 @@
 """A fast launch: everything that the launches of a plan share is prepared once.
 
 At every launch Triton binds and specializes the arguments, looks the kernel up and encodes a tensor map for each
-descriptor. The launches of a plan differ only in addresses and numbers. So the arguments are laid out once as Triton's
-C function takes them. A launch fills in the addresses and calls that function; tensor maps are cached by address.
+descriptor. The launches of a plan differ only in addresses and numbers. So the arguments are prepared once in the form
+that Triton's C function takes. A launch fills in the addresses and calls that function; tensor maps are cached by
+address.
 
 The C function is not a public interface. `_ENTRIES` lists the versions of Triton whose function is known. With any
 other version, also a newer one, on AMD, for instrumented kernels, and for kernels with scratch memory, `prepare`
-returns None, and plans launch in the ordinary way. Launches with a launch hook do, too.
+returns None, and plans launch on the ordinary path. Launches with a launch hook do, too.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..schedules.workspace import WORKSPACES
 
 #: Launches, given the addresses of a launch's tensors, in the order of `Problem.layouts`, and its numbers; returns
-#: False if the launch must be made in the ordinary way.
+#: False if the launch must take the ordinary path.
 Launch = Callable[..., bool]
 #: Calls Triton's C function with a stream and the kernel's arguments.
 _Enter = Callable[[int, list[Any]], None]
@@ -63,7 +64,7 @@ class Fixed(Protocol):
 
 
 class _Unsuitable(Exception):
-    """The arguments are of a kind that cannot be laid out ahead."""
+    """The arguments are of a kind that cannot be prepared."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -137,7 +138,7 @@ class Arguments:
 
 
 class _Layouter:
-    """Lays arguments out for one version's C function.
+    """Prepares arguments for one version's C function.
 
     Args:
         sources: meta proxies of the launch's tensors. Each is a separate object, by which its tensor is recognized.
@@ -358,7 +359,7 @@ def _meta_proxy(tensor: Tensor) -> Tensor:
 def lay_out(
     entry: Entry, binding: Fixed, compiled: Any, proxies: tuple[Any, ...], numbers: tuple[float, ...]
 ) -> Arguments | None:
-    """The arguments of a compiled kernel, given meta proxies of its tensors; None if they cannot be laid out ahead."""
+    """The arguments of a compiled kernel, given meta proxies of its tensors; None if they cannot be prepared."""
     arguments = binding.direct_arguments(proxies, numbers)
     values = dict(zip(binding.kernel.arg_names, arguments, strict=False))
     notes = getattr(compiled.metadata, "tensordesc_meta", None)

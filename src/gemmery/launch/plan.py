@@ -236,7 +236,7 @@ class FirstFitting(NamedTuple):
     Attributes:
         binding: of the config that is taken.
         compiled: its kernel.
-        passed: the other configs that were compiled, and why they are not taken.
+        passed: the other configs that were compiled, and why they were rejected.
     """
 
     binding: Binding

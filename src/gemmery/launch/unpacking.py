@@ -27,7 +27,7 @@ _BLOCK = 128, 32
 
 
 def unpacked(weight: QuantizedTensor) -> Tensor:
-    """`weight.dequantize()` of a weight without a permutation, by a kernel where there are any; the same bits."""
+    """`weight.dequantize()` of a weight without a permutation, by a kernel if there is one; the same bits."""
     # Not the tensor's own properties, which pass through `__torch_function__`.
     own = weight.__dict__
     shape, dtype, _, group = own["static"]
@@ -81,7 +81,7 @@ def _arguments(
 
     Args:
         there: which of `PARTS` are among the tensors.
-        rest: the arguments that are no tensors.
+        rest: the arguments that are not tensors.
     """
 
     def arguments(tensors: Sequence[Any]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Mixtures of experts: routing of tokens to expert groups, the experts, and the sum of what comes back."""
+"""Mixtures of experts: routing of tokens to expert groups, the experts, and the weighted sum of their results."""
 
 from .experts import clamped_swiglu, experts, gate
 from .routing import Routing, combine, route

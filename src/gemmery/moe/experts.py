@@ -46,7 +46,7 @@ class Product(NamedTuple):
     Attributes:
         weight: (E, rows, columns), or a pair of such; maybe packed.
         bias: (E, rows), a pair, or None.
-        epilogue: what happens in its kernel, if anything.
+        epilogue: its epilogue, if any.
     """
 
     weight: Any
@@ -166,7 +166,7 @@ def experts(
 
 
 def _has_parts(values: Iterable[Any]) -> bool:
-    """Whether one of the tensors is a DTensor, or is made of some."""
+    """Whether one of the tensors is a DTensor, or contains one."""
     return is_sharded([getattr(x, x.INNER[0]) if isinstance(x, PackedWeight) else x for x in values])
 
 
@@ -177,7 +177,7 @@ def _of_parts(run: Callable[..., Tensor], *given: Any) -> Tensor:
 
     *_, parameters, _, _ = given
     if is_compiling() and any(isinstance(x, PackedWeight) for x in parameters.values()):
-        # The compiler can't follow how a packed weight is made of parts.
+        # The compiler can't trace the construction of a packed weight from parts.
         from ..product.compiled import uncompiled
 
         made: Tensor = uncompiled(experts_of_parts, run, *given)
@@ -189,7 +189,7 @@ def products_of(
     gate_up: Factor, down: Tensor, *, activation: Activation, gate_up_bias: Factor | None, down_bias: Tensor | None,
     gated: bool, transposed: bool = False, concatenated: bool = True,
 ) -> tuple[Product, Callable[[Tensor], Tensor] | None, Product]:  # fmt: skip
-    """The products of `experts`, which has these arguments, and what torch runs between them."""
+    """The products of `experts`, which has these arguments, and the activation that torch runs between them."""
     epilogue, between = _activation(activation, gated)
     first, second = _oriented("gate_up", gate_up, transposed), _oriented("down", down, transposed)
     _check_biases(gate_up_bias, down_bias, first, second)
@@ -252,7 +252,7 @@ def gate(function: Callable[[Tensor, Tensor], Tensor]) -> Epilogue[..., Tensor]:
 
 
 def _takes_one(function: Callable[..., Any]) -> bool:
-    """Whether a function needs one argument alone, as activations do."""
+    """Whether a function needs only one argument, as activations do."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -373,7 +373,7 @@ def _check_biases(gate_up_bias: Any, down_bias: Any, first: Any, second: Any) ->
 
 
 def _check(x: Tensor, top_k_index: Tensor, gate_up: Any, down: Tensor, gated: bool, transposed: bool) -> None:
-    """ValueError unless tokens, choices and weights fit each other; what is left is for the parts to say."""
+    """ValueError unless tokens, choices and weights fit each other; the parts check the rest."""
     check_tensor("experts", "x", x)
     check_tensor("experts", "top_k_index", top_k_index)
     if x.dim() == 0 or top_k_index.dim() == 0 or x.shape[:-1] != top_k_index.shape[:-1]:

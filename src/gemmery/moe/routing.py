@@ -1,7 +1,6 @@
 """Routing: which row of a grouped product each choice of a token is, and the sum of a token's rows.
 
-Nothing here waits for the GPU, and nothing depends on what the ids are but the results: a CUDA graph may be replayed
-with others.
+Nothing here waits for the GPU, and only the results depend on the ids, so a CUDA graph may be replayed with others.
 """
 
 from __future__ import annotations
@@ -291,7 +290,7 @@ def _layout(ids: Tensor) -> tuple[int, int, int]:
 
 
 def _sort_blocks(ids: Tensor, made: tuple[Tensor, ...], groups: int, layout: tuple[int, int, int]) -> None:
-    """Many ids: count each block's, sum the counts up, place each block's."""
+    """Many ids: count those of each block, sum up the counts, and place those of each block."""
     offs, counts, order, inverse, token = made
     count, k = ids.shape[0] * ids.shape[1], ids.shape[1]
     size = _BLOCK if groups < _MANY_GROUPS else _LARGE_BLOCK

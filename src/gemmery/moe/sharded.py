@@ -23,7 +23,7 @@ EXPERTS = "E"
 
 
 def tensors_of(given: Iterable[tuple[str, Any]]) -> list[tuple[str, Tensor]]:
-    """The tensors that there are, by name: of a packed weight, or a pair, those that it consists of."""
+    """The existing tensors, by name; for a packed weight or a pair, its parts."""
     found: list[tuple[str, Tensor]] = []
     for name, value in given:
         if isinstance(value, PackedWeight):
@@ -90,7 +90,7 @@ def experts_of_parts(
 
 
 def _part_of_sum(name: str, value: Any, wanted: list[Placement]) -> Any:
-    """A rank's part of that to which a weight's gradient is added, in the same memory."""
+    """A rank's part of the tensor to which a weight's gradient is added, in the same memory."""
     if isinstance(value, tuple | list):
         return tuple([_part_of_sum(name, x, wanted) for x in value])
     if not isinstance(value, DTensor):
@@ -134,7 +134,7 @@ def held(mesh: DeviceMesh, roles: tuple[str, ...], count: int) -> tuple[int, int
         count: of all experts.
 
     Raises:
-        ValueError: a rank holds none.
+        ValueError: a rank has no expert.
     """
     at = mesh.get_coordinate()
     assert at is not None

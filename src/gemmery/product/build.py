@@ -48,7 +48,7 @@ from .check import (
 from .shape import OF_WEIGHTS, operand_names
 from .spec import Call, Factor, Functions, Number, Options, unchanged
 
-#: The epilogue of products without one; made once, and so captured once.
+#: The epilogue of products without one; created and captured once.
 UNCHANGED = Epilogue(unchanged)
 NOTHING = UNCHANGED.captured
 
@@ -60,7 +60,7 @@ def make_call(
 
     Args:
         a: a matrix, or a `ScaledTensor`.
-        b: the second operand in words of `op`: a matrix, the two halves of its columns, or a packed or scaled weight.
+        b: the second operand of `op`: a matrix, the two halves of its columns, or a packed or scaled weight.
         bias: a tensor, or one for each half.
 
     Raises:
@@ -230,7 +230,7 @@ def scaled_operands(a: ScaledTensor, b: ScaledTensor | SparseTensor) -> tuple[Op
     if a.kind in OUTER_KINDS and b.kind in OUTER_KINDS:
         factors = b.column_factors
         if factors.dim() > 1:
-            # Of groups, one for each of their rows.
+            # For groups, one for each of their rows.
             factors = factors.unsqueeze(-2)
         return RowScaledOperand(a.data, a.row_factors), RowScaledOperand(b.data.mT, factors)
     if a.shape[-1] == 0:
@@ -262,7 +262,7 @@ def by_steps(x: ScaledTensor, step: int) -> tuple[Tensor, int]:
 
 
 def lowered(call: Call, dtype: torch.dtype) -> Call:
-    """The call with operands and biases in the type that autocast asks for."""
+    """The call with operands and biases in autocast's type."""
     names = operand_names(call.op)[:2]
     biases = [DenseOperand(x).lowered(call.op, names, dtype).matrix for x in call.inputs[: call.biases]]
     return replace(

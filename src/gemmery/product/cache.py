@@ -1,8 +1,8 @@
 """The only cache of calls: how calls that look alike run.
 
 A call is recognized by its functions, which must not have changed, and by the layouts of its tensors. Then only the
-results must be allocated and the kernel entered. `look` and `launch` run in every call, so their time counts: all that
-a call has in common with an earlier one is looked up, and only the rest is examined.
+results must be allocated and the kernel entered. `look` and `launch` run in every call, so their time counts:
+everything that a call shares with an earlier one is looked up, and only the rest is examined.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def forget() -> None:
 def look(given: Sequence[Any], grad: bool) -> tuple[list[Any], list[Any]] | None:
     """The addresses and numbers of the given values, and their properties that decide which code runs.
 
-    None if torch has to see the call, or if the values are on several devices.
+    None if torch must see the call, or if the values are on several devices.
 
     Args:
         grad: whether gradients are recorded.
@@ -110,7 +110,7 @@ def launch(
     scalars: tuple[float, float],
     out: Tensor | None,
 ) -> list[Tensor]:
-    """The results of a call that is known.
+    """The results of a known call.
 
     Args:
         addresses, objects: the call's values: as `look` gives them, and themselves. Addresses of results are added.

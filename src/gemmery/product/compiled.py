@@ -43,11 +43,11 @@ _UNWATCHED = (
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch has no types for it
 def held_name(given: str | Callable[..., Any], device: str) -> str:
-    """The name of an epilogue for an operator in compiled code; "" if torch has to compile the function.
+    """The name of an epilogue for an operator in compiled code; "" if torch must compile the function.
 
     Args:
         given: a plain function, or the name of an Epilogue.
-        device: the kind of device on which gradients are asked for; "" for none.
+        device: the kind of device on which gradients are required; "" for none.
 
     Raises:
         TypeError: the function has defaults.

@@ -44,7 +44,7 @@ def compute(call: Call, out: Tensor | None, key: Any = None) -> tuple[list[Tenso
 
 
 def inside(call: Call, out: Tensor | None = None) -> tuple[list[Tensor], bool]:
-    """The same inside an operator: what looks like a call before is launched at once."""
+    """The same inside an operator: a call like an earlier one is launched at once."""
     call = replace(call, b=call.b.loadable())
     with torch.no_grad():
         values = call.values

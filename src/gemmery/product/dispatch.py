@@ -1,4 +1,4 @@
-"""A checked call in eager mode that a part of torch has to see: as the operator, or in two steps."""
+"""A checked call in eager mode that a part of torch must see: as the operator, or in two steps."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def dispatched(call: Call, out: Tensor | None, key: Any = None) -> Any:
-    """A checked call that something in torch wants to see, outside the compiler.
+    """A checked call that a part of torch must see, outside the compiler.
 
     Args:
         key: the key under which a product of DTensors is remembered; None if it cannot be.

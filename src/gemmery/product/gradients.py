@@ -1,6 +1,6 @@
 """Gradients of the operator, and gradients of these.
 
-Saved for the backward pass are the tensors and, if the epilogue's vector-Jacobian product needs it, the bare product
+The backward pass keeps the tensors and, if the epilogue's vector-Jacobian product needs it, the bare product
 in the operands' type, which the same kernel writes.
 """
 
@@ -88,7 +88,7 @@ def _gradients_of(
         places = [int(g is not None) for g in grads]
         inputs = tensors[of_a + of_b :]
         if any(wants and x.dim() < 3 for wants, x in zip(wanted, inputs, strict=True)):
-            # Rows after all groups are unused; sums over groups leave them out anyway.
+            # Rows after all groups are unused; sums over groups ignore them.
             given = call.a.finished(given, is_scattered=False)
         of_product, *of_inputs = torch.ops.gemmery.product_backward(*flat, product, given, places, wanted)
     left = iter(of_inputs)
@@ -108,7 +108,7 @@ def _of_addend(grad: Tensor, call: Call, addend: Tensor) -> Tensor:
 def _multiply(
     call: Call, x: Tensor | Operand, y: Operand, addend: Tensor | None = None, into: Tensor | None = None
 ) -> Tensor:
-    """A product of a backward pass, computed as the forward one is."""
+    """A product of a backward pass, computed with the settings of the forward pass."""
     how = Options(None, call.options.precision, False, call.options.batch_invariant)
     if into is not None:
         return _added(x, y, how, into)
@@ -140,7 +140,9 @@ def plain_product(
 
 
 def _is_asked_for(node: Any) -> bool:
-    """Whether a backward pass computes the gradient of a node's tensor. It may require one that is not asked for."""
+    """Whether a backward pass computes the gradient of a node's tensor. It may require a gradient that is not
+    requested.
+    """
     try:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:
@@ -175,7 +177,7 @@ def _gradients(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
         needs = [need and _is_asked_for(ctx.next_functions[i][0]) for i, need in enumerate(needs)]
     product = product if product is not None and product.dim() > 1 else None
     found = _gradients_of(ctx.saved, list(tensors), product, of_results, list(needs))
-    # torch takes a list of numbers for one value, unless it is empty.
+    # torch treats a list of numbers as one value, unless it is empty.
     return found, None if ctx.saved.sizes else [], None if ctx.saved.numbers else [], None, None, None
 
 
@@ -227,7 +229,7 @@ def _gradients_backward(ctx: Any, of_results: list[Tensor | None]) -> tuple[Any,
         inputs = [x.view_as(x) for x in ctx.saved_tensors]
         results = _again(ctx, inputs[: ctx.count], inputs[ctx.count :])
     found = _derivatives(results, inputs, of_results)
-    # torch takes a list of numbers for one value, unless it is empty.
+    # torch treats a list of numbers as one value, unless it is empty.
     none: list[Any] = [None if x else [] for x in (ctx.saved.sizes, ctx.saved.numbers, ctx.given, ctx.wanted)]
     return found[: ctx.count], *none[:2], None, None, None, found[ctx.count :], *none[2:]
 

@@ -13,10 +13,10 @@ from .. import devices
 
 
 def inner_products(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Products without gradients, in the types that they are given, on the device of x."""
+    """Products without gradients, in the types of their operands, on the device of x."""
     if torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
         return _guarded(x)
-    # Both contexts take the host longer than a product's launch.
+    # Both contexts take more host time than a product's launch.
     return devices.on_device(x)
 
 

@@ -95,7 +95,7 @@ def _product_out_fake(*arguments: Any) -> None:
 
 
 def unalias(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Results of which none shares memory with another or with an input, as operators have to return them."""
+    """Results that share no memory with each other or with an input, as operators require."""
     taken = {x.untyped_storage().data_ptr() for x in inputs}
     kept = []
     for x in results:

@@ -110,7 +110,7 @@ def again(
             functions = functions._replace(args=tuple([_part(x, ()) for x in functions.args]))
         made = product(op, _part(a, ()), _part(b, known.shape), added, functions, None, options, scalars)
         results = made if known.many else (made,)
-        # As torch's own operators make them; `from_local` takes ten times as long.
+        # As torch's operators create them; `from_local` takes ten times as long.
         found = [DTensor(x, spec, requires_grad=False) for x, spec in zip(results, known.specs, strict=True)]
     return returned(found, known.many)
 

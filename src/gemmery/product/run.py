@@ -77,7 +77,7 @@ def product(
         return compiled(op, a, b, bias, Functions(*functions), out, Options(*options), *scalars)
     epilogue, _, prologue, _ = functions
     if epilogue is not None and type(epilogue) not in _HELD:
-        # A known function stands for the same epilogue as before.
+        # A known function means the same epilogue as before.
         epilogue = memoised(epilogue)
         functions = (epilogue, *functions[1:])
     if options[-1] is not None and not isinstance(options[-1], str):
@@ -175,7 +175,7 @@ def _parts(a: Any, b: Any) -> tuple[list[Any], Any]:
         return [a, *of_b], own["static"]
     if kind is ScaledTensor and type(a) is ScaledTensor:
         if a.data.shape[-1] == 0:
-            return [a, b], None  # it is looked at, and not known: a launch is not given its scales
+            return [a, b], None  # it is examined every time, because a launch does not receive its scales
         return [a.data, a.stored_scale, b.data, b.stored_scale], (a.kind, b.kind)
     if kind is Sampled:
         picked = PickedOperand(a.matrix, a.stored, False), PickedOperand(b.matrix, b.stored, True)
@@ -296,7 +296,7 @@ def checked(
     op: str, a: Any, b: Any, bias: Any, functions: Functions, out: Tensor | None, options: Options,
     alpha: Number = 1, beta: Number = 1,
 ) -> Call:  # fmt: skip
-    """A user's call, with operands in the type that autocast asks for, and checked."""
+    """A user's call, with operands in autocast's type, and checked."""
     if out is not None:
         check_tensor(op, "out", out)
         check_not_packed(op, "out", out)
