@@ -1,4 +1,4 @@
-"""A quantized weight of codes that lie one to a byte and of scales in rows, as checkpoints have them."""
+"""A quantized weight from codes, one per byte, and scales in rows, as in checkpoints."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def from_codes(
 
 
 def _check_zeros(zeros: Tensor, format: Format) -> None:
-    """Zero points are codes: of others the difference to a code may not be exact in 16 bits."""
+    """Zero points are codes, because the difference of another number and a code may not be exact in 16 bits."""
     if zeros.numel() and not ((zeros == zeros.round()) & (zeros >= 0) & (zeros < 1 << format.bits)).all():
         raise ValueError(
             f"from_codes: zeros of {format.name} must be whole numbers from 0 to {(1 << format.bits) - 1}; given "

@@ -348,7 +348,7 @@ def _or_one(scales: Tensor) -> Tensor:
 
 
 def nearest(values: Tensor, table: Tensor) -> Tensor:
-    """Index of the nearest number of an ascending table; of two that are as near, the even index."""
+    """Index of the nearest number of an ascending table; of two equally near ones, the even index."""
     between = (table[1:] + table[:-1]) / 2
     below, above = torch.bucketize(values, between), torch.bucketize(values, between, right=True)
     return torch.where(below % 2 == 0, below, above)

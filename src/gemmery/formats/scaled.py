@@ -104,7 +104,7 @@ class ScaledTensor:
             tensor([[3., 3.]], dtype=torch.float16)
         """
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        # Not every conversion from fp8 is there; that to float32 is.
+        # torch lacks some conversions from fp8, but has that to float32.
         return (self.data.to(torch.float32).to(wide) * self._spread().to(wide)).to(dtype)
 
     def _spread(self) -> Tensor:

@@ -687,7 +687,7 @@ def transposable_mask(w: Tensor) -> Tensor:
         raise ValueError(
             f"sparsify: weight is {tuple(w.shape)}; for method='transposable' N must be a multiple of {GROUP}"
         )
-    # Tensors that are made while something is traced belong to the trace.
+    # Tensors that are created during a trace belong to the trace.
     places, rows, masks = (_patterns if aten.has_no_values(w) else _kept_patterns)(w.device)
     blocks = w.detach().float().abs().reshape(*batch, N // GROUP, GROUP, K // GROUP, GROUP).transpose(-3, -2)
     # No matrix product, which autocast and TF32 would round.

@@ -23,8 +23,8 @@ Inner = Mapping[str, Tensor | None]
 class PackedWeight(Tensor):
     """A weight (*batch, N, K) that consists of several tensors, such as codes with scales, or kept values with places.
 
-    To torch it is one tensor of its shape and type. It moves between devices and types, is copied, pickled, saved,
-    indexed along its batch and cut, and does no arithmetic but `F.linear`.
+    To torch it is one tensor of its shape and type. It supports moves between devices and types, copies, pickling,
+    saving, indexing along its batch and slicing, and no arithmetic but `F.linear`.
 
     Attributes:
         INNER: the names of the tensors, in the order in which they are stored.
@@ -264,7 +264,7 @@ def dtype_of_text(text: str) -> torch.dtype:
 
 
 def number_of_text(name: str, text: str) -> int:
-    """The whole number that a text of `to_tensors` says."""
+    """The integer in a text of `to_tensors`."""
     if not (text.isascii() and text.isdigit() and len(text) < 10):
         raise ValueError(f"from_tensors: {name} is {text!r}; it must be a whole number")
     return int(text)

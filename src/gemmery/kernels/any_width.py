@@ -22,7 +22,8 @@ multiply. `unused` is complete when no warpgroup reads the ring any more.
 A tile goes to memory in parts of 64 rows of X by some of Y, through slots of shared memory. Each warpgroup has its own
 slots. A program's last tile has a slot for each part, in the ring.
 
-An operand has a form, which tells the coordinates of its tensor map: "rows" are (k, row), "turned" is (row, k), where
+An operand has a form, which determines the coordinates of its tensor map: "rows" are (k, row), "turned" is (row, k),
+    where
 adjacent elements are along the rows, "pairs" are (k, row of 8, half, eight), "packed" is (word, line, strip), see
 `any_width_packed`, "sparse" is (kept number, row), see `any_width_sparse`, and "sparse pairs" is both. Rows of a pair
 come from its two halves in turn, eight at a time, so that both numbers that make one of the output are in one thread.
@@ -378,7 +379,7 @@ def consume(
             # The stages of the tile between are the other warpgroup's.
             own_steps += steps
         stage, phase = later(stage, phase, own_steps, stages)
-        # The next tile's corner. Computed just before the K loop, it would take registers in the loop.
+        # The next tile's corner. If it were computed just before the K loop, it would take registers in the loop.
         if unit + every < units:
             row, col, end, first_k, last_k, batch, known = corner(
                 unit + every, known, state, shape, tile, PLACE, X_ROWS, SWAP, X_FORM, Y_FORM
@@ -403,7 +404,7 @@ def gemm_any_width(
     FORMAT: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr, BUFFERS: gl.constexpr,
     REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr, SOURCE: gl.constexpr,
 ):  # fmt: skip
-    """The kernel: as many programs as run at once take units in turn, first whole tiles, then parts of tiles.
+    """The kernel: as many programs as run at once process units in turn, first whole tiles, then parts of tiles.
 
     Args:
         x, y: descriptors of X and of Y. Only their tensor maps are used.
@@ -478,7 +479,7 @@ def gemm_any_width(
     slots = gl.allocate_shared_memory(out.dtype, [COUNT, ROWS, COLS], LAYOUT)
     PARTS: gl.constexpr = given.barriers_of(GIVEN, GROUPS)
     COUNTED: gl.constexpr = 2 * STAGES + 4 + PARTS
-    # Behind them is the table of the ranges' order.
+    # The table of the ranges' order follows them.
     TABLE: gl.constexpr = WORDS if in_ranges(X_FORM, Y_FORM) else 0
     barriers = gl.allocate_shared_memory(gl.int64, [COUNTED + TABLE, 1], mbarrier.MBarrierLayout())
     BARRIERS_AT: gl.constexpr = SLOTS * SLOT

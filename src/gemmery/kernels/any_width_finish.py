@@ -229,7 +229,7 @@ def finish_tile(
             X have one in each stage. With a packed weight, whose words are smaller, and with two results, all parts
             are adjacent there. Otherwise parts take the warpgroup's `BUFFERS` in turn.
         first_slot: the first of these slots.
-        own_slot: the first of the warpgroup's own.
+        own_slot: the first of the warpgroup's slots.
         cut: see `summed`; None if no tile is cut.
         taken: parts of the tiles before, where the epilogue reads a matrix; otherwise 0.
         LOOPS: whether a loop runs over the parts. The unrolled code of a long epilogue takes longer to fetch than to

@@ -17,7 +17,7 @@ from .any_width_loop import STAGES, WAIT, format_of
 from .any_width_stage import params_bytes, x_bytes
 from .dialect import value_of
 
-#: Bytes of a row of a stage, which is what TMA swizzles.
+#: Bytes of a row of a stage, the unit that TMA swizzles.
 ROW = gl.constexpr(128)
 #: Steps that are loaded before warps have their roles.
 AHEAD = gl.constexpr(2)
@@ -260,7 +260,7 @@ def _chosen(name, FORM, row, mark, own):
 
     Args:
         name: of the operand.
-        FORM: how it lies.
+        FORM: its form.
         row: a register with the first row.
         mark: a register; see `shards.arriving_tile`.
         own: the number of the kernel's parameter that is the tensor map of the rows in separate memory.
@@ -281,7 +281,7 @@ def _load(name, FORM, columns, batch):
 
     Args:
         name: of the operand.
-        FORM: how it lies.
+        FORM: its form.
         columns: for which one place along K stands.
         batch: a register with the number of the matrix, in a batch; or with the end of the range of K.
     """

@@ -92,7 +92,7 @@ def _products(sums, KIND, turned, adds):
     lines = ["wgmma.fence.sync.aligned;"]
     for row, registers in enumerate(sums):
         for i in range(4):
-            # 64 rows of 128 bytes are 512 units, however they lie.
+            # 64 rows of 128 bytes are 512 units in every form.
             lines.append(
                 f"add.s32 own, x, {512 * row + i * x_step}; mov.b64 own_x, {{own, {HEAD}}};"
                 f"add.s32 own, y, {i * y_step}; mov.b64 own_y, {{own, {HEAD}}};"
@@ -175,7 +175,7 @@ def _scales_of(first, spans):
     """Assembly that declares the registers for scales, and loads those of the first step.
 
     Args:
-        first: the number of the first register of what `scales_of` gives.
+        first: the number of the first register of `scales_of`'s result.
     """
     at = {"row0": first, "row1": first + 2} | {f"col{j}": first + 4 + 4 * j for j in range(spans)}
     loads = "".join(f"mov.b64 at_{name}, ${i}; ld.global.f32 {name}, [at_{name}];" for name, i in at.items())
@@ -227,8 +227,8 @@ def multiply_steps(
         X_FORM, Y_FORM: the forms of the operands.
         WIDTHS: what `width` may be, in the order of the code for each.
         PART: columns of Y that are read at a time.
-        PINGPONG: whether the other warpgroup may multiply when this one's last products have begun. Each warp says so
-            at the barrier with the address `next_turn`.
+        PINGPONG: whether the other warpgroup may multiply when this one's last products have begun. Each warp signals
+            this at the barrier with the address `next_turn`.
 
     Returns:
         The blocks of 8 columns of each part of `width`, for each 64 rows of X. The last part ends where `width` does.

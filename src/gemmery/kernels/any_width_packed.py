@@ -46,7 +46,7 @@ class StageFormat(NamedTuple):
 
     @classmethod
     def of(cls, text: str) -> "StageFormat":
-        """The format that `str` has written down."""
+        """The inverse of the format's `str`."""
         code, bits, group, shifts, zero = text.split("/")
         return cls(code, int(bits), int(group), shifts, int(zero))
 
@@ -139,8 +139,8 @@ class StageFormat(NamedTuple):
         """See `Stage.steps`; X is unpacked on the way.
 
         A step is multiplied in pieces with separate registers, one or two pieces at a time. Their
-        registers are overwritten while the products of the other pieces are in flight. In another order, or with a
-        first step that is not apart, the assembler of Triton 3.8 and older ones makes the products wait for each other.
+        registers are overwritten while the products of the other pieces are in flight. In another order, or without a
+        separate first step, the assembler of Triton 3.8 and older makes the products wait for each other.
 
         Args:
             promotes: ignored, since Y has 16 bits.

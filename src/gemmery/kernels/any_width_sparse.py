@@ -87,7 +87,7 @@ class SparseStage(NamedTuple):
 
     @classmethod
     def of(cls, text: str) -> "SparseStage | None":
-        """The format that `str` has written down; None for that of a packed weight."""
+        """The inverse of the format's `str`; None for that of a packed weight."""
         pattern, _, code, pairs, fp8 = [*text.split("/"), "", "", ""][:5]
         return cls(code, bool(pairs), bool(fp8)) if pattern == "2:4" else None
 

@@ -1,7 +1,7 @@
 """Stages of tiles of any width that hold a weight in its stored form; see `any_width`.
 
-Each form is a class with the members of `Stage`. Code that loads and multiplies uses these members, and does not ask
-for the class.
+Each form is a class with the members of `Stage`. Code that loads and multiplies uses these members, and does not check
+the class.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ class Params(NamedTuple):
 class Stage(Protocol):
     """The layout of a weight, which is X, in a stage.
 
-    A stage is a value that `str` writes down. The second part of the text, between slashes, is `bits`.
+    A stage is a value that `str` describes completely. The second part of the text, between slashes, is `bits`.
     """
 
     @property

@@ -1,4 +1,4 @@
-"""Block-sparse operands on the device: where a tile's steps along K lie, and where their blocks are stored.
+"""Block-sparse operands on the device: the K steps of a tile, and the places of their blocks.
 
 A product with a block-sparse operand counts along K in stored blocks. A line is a block row of the first operand or a
 block column of the second one; its blocks are adjacent in memory. PLACE gives a tile the range of its line.
@@ -57,7 +57,7 @@ def tile_of_block_columns(
 
 @triton.jit
 def within(x, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """The place of `SIZE` elements from `x` on within their block. The compiler sees by what it can be divided."""
+    """The place of `SIZE` elements from `x` on within their block. The compiler sees its divisors."""
     if SIZE == BLOCK:
         return x * 0
     else:
@@ -97,7 +97,7 @@ def at_stored(
 ):  # fmt: skip
     """The block-sparse operand: the stored block with the number that the table has, or with the step's own one.
 
-    All stored blocks are one matrix, one below the other where they are `TALL`, and otherwise side by side.
+    All stored blocks are one matrix, stacked vertically if they are `TALL`, and otherwise horizontally.
     """
     if IS_B:
         inside, first = found(row, shape[0], table, BLOCK)

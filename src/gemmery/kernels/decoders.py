@@ -67,7 +67,7 @@ _EXPONENTS = tl.constexpr({("int", 4): (133, 129), ("int", 8): (133, 133), ("e2m
 
 @triton.constexpr_function
 def unit_of(code, bits, dtype, asm):
-    """The power of two by which a code's numbers are too small in the tensor cores; 0 if they are exact."""
+    """The exponent of two by which a code's numbers are too small in the tensor cores; 0 if they are exact."""
     return UNIT.value if asm and (code, bits) in _EXPONENTS.value and _text(dtype) == "bf16" else 0
 
 

@@ -19,7 +19,7 @@ _lock = threading.RLock()
 
 
 def value_of(x: Any) -> Any:
-    """Returns the value of a constant, as functions that write assembly take it."""
+    """Returns the value of a constant, in the form for functions that write assembly."""
     return getattr(x, "value", x)
 
 

@@ -118,7 +118,7 @@ def finish(
     PREFETCH: tl.constexpr, EPILOGUE: tl.constexpr, STORE: tl.constexpr, OUT: tl.constexpr, WIDE: tl.constexpr,
     PAIRED: tl.constexpr, SUBTILES: tl.constexpr,
 ):  # fmt: skip
-    """Epilogue and store of a tile in 1, 2 or 4 subtiles. Each one loads while those before it are stored.
+    """Epilogue and store of a tile in 1, 2 or 4 subtiles. Each one is loaded while the previous ones are stored.
 
     Less staging memory buys another pipeline stage, and an epilogue that reads and writes much needs fewer registers.
 

@@ -164,7 +164,7 @@ def load_strided_pairs(
     x, shape, strides, sizes, batch, row, col,
     ROWS: tl.constexpr, COLS: tl.constexpr, CHECK_ROWS: tl.constexpr, CHECK_COLS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """As many columns of a matrix's left half, from `col // 2` on, and beside them those of its right half.
+    """As many columns of a matrix's left half, from `col // 2` on, followed by those of its right half.
 
     `strides` has a fourth entry: the distance between the halves, which need not be of one allocation.
     """

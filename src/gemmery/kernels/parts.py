@@ -83,7 +83,7 @@ def load_partial(index, part, inside):
 
 @triton.jit
 def add_partials(block, part, col, COLS: tl.constexpr):
-    """The sum of all parts, of which `block` is this program's: columns from `col` on of what `store_partial` stored.
+    """The sum of all parts, of which `block` is this program's: columns from `col` on of the data of `store_partial`.
 
     `COLS` is the width of the block that was stored.
     """

@@ -149,7 +149,7 @@ def group_of(tile, offs, groups, M, BLOCK_M, SCAN: tl.constexpr, LEAST: tl.const
         tile: the number of the row of tiles. Each group begins with a new one.
         offs: where the ends of the groups are, which do not decrease.
         M: the end of all rows.
-        SCAN: how many groups are looked at together, a power of two.
+        SCAN: the number of groups that are examined together, a power of two.
         LEAST: the rows of tiles of an empty group.
 
     Returns:

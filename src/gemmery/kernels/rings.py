@@ -1,6 +1,6 @@
 """Common parts of the kernels with a loading warp: the ring of stages, and tiles cut along K between programs.
 
-Programs take whole tiles in turn. The tiles that would not fill a last wave may be cut along K into `parts`, one a
+Programs take whole tiles in turn. The tiles that would not fill a last wave may be cut along K into `parts`, one per
 program; see `schedules.persistent_static.Work`. Each partial sum is stored in a workspace, and the last program to
 finish its part of a tile adds all of them up, as in stream-K (Osama et al., 2023, arXiv:2301.03598).
 
@@ -26,7 +26,7 @@ READ_ONCE = gl.constexpr(
     else None
 )
 
-# Names that differ between versions of Triton: these are of 3.6 and of later ones.
+# Names that differ between Triton 3.6 and later versions.
 _store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
@@ -133,7 +133,7 @@ def combine(acc, tile, parts, partials, semaphore, PIECE: gl.constexpr, PIECES: 
 
     Args:
         tile: its number among those that are cut.
-        semaphore: counts the parts that are done. 0 before, and afterwards.
+        semaphore: counts the finished parts. It is 0 before and afterwards.
         PIECE, PIECES: which piece of how many `acc` is.
 
     Returns:

@@ -148,7 +148,7 @@ def as_wide(x, WIDE: tl.constexpr):
 
 @triton.jit
 def load_weight(weights, token, choice, k, strides, WIDE: tl.constexpr):
-    """A weight of the router; 1 where there are none."""
+    """A weight of the router; 1 if there are none."""
     if weights is None:
         return tl.full((), 1.0, WIDE)
     else:

@@ -118,9 +118,9 @@ def expanded(kept, places):
     )
 
 
-# Decoders, one for each code of `formats.kept`: of what is stored, of its places and of the scale of each four columns,
-# which may be None, the numbers of the first, the second, the third and the fourth column of each four. They have the
-# matrix's type, or float32, which is rounded to it afterwards.
+# Decoders, one for each code of `formats.kept`: from the stored values, their places and the scale of each four
+# columns, which may be None, to the numbers of the first, the second, the third and the fourth column of each four.
+# They have the matrix's type, or float32, which is rounded to it afterwards.
 
 
 @triton.jit

@@ -25,7 +25,7 @@ In a tile of 64 columns of a packed weight, each warpgroup has all columns, and 
 In the end the first one adds the other one's sum to its own. So there are enough tiles for all multiprocessors where
 tiles of 128 columns would have to be cut along K between programs. The parts of such tiles meet in memory, which takes
 up to a tenth of the time with few rows. Each stage belongs to one warpgroup, so the number of stages must be even: a
-barrier only tells the parity of uses, and a warpgroup that is ahead would take the other one's use for its own.
+barrier only tells the parity of uses, and a warpgroup that is ahead would mistake the other one's use for its own.
 
 With PAIRED the columns of a tile come from both halves of a packed weight, and two of them make one of the output.
 
@@ -104,7 +104,7 @@ def load(
     """Loads the blocks of one tile, from `first_k` to `last_k`, as far ahead as there are stages.
 
     With ROTATE each column of tiles begins at another step, and wraps around. Otherwise all would need the same block
-    of A at once, and if that is a single row, all would ask one slice of L2 for it.
+    of A at once, and if that is a single row, all would read it from one slice of L2.
 
     With GROUP `step_args` is (scales, shifts, groups, columns): two matrices with a row for each group, the second of
     which may be None, and their sizes.
@@ -390,7 +390,7 @@ def multiply_packed(
 
 @gluon.jit
 def add_scaled(acc, product, scale):
-    """`acc + product * scale`, a scale a row, before the next product.
+    """`acc + product * scale`, with a scale per row, before the next product.
 
     The compiler would postpone the sums until more products are in flight, for which there are no registers.
     """
@@ -414,7 +414,7 @@ def multiply_scaled(
 ):  # fmt: skip
     """64 rows of a tile, from `first_k` to `last_k`: each step's product is scaled before it is added.
 
-    A tile of 256 columns is summed in halves, one after the other: a step's product then takes half the registers.
+    A tile of 256 columns is summed in two halves, in turn: a step's product then takes half the registers.
     Columns are never `PAIRED`, and warpgroups do not take `TURNS`.
 
     Args:

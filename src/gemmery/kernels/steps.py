@@ -1,4 +1,4 @@
-"""Steps along K: how the product of a block of A and a block of B is added to a tile's sum.
+"""Steps along K: the product of a block of A and a block of B is added to a tile's sum.
 
 All steps have the signature
 

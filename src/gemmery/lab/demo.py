@@ -146,7 +146,7 @@ def compare(model: nn.Module, batch: dict[str, Tensor], console: Console) -> Com
 
     Args:
         model: a transformer encoder; its layers are replaced in place.
-        batch: what its tokenizer made of the sentences.
+        batch: the tokenized sentences.
         console: where the progress bar goes.
     """
     dtype = next(model.parameters()).dtype
@@ -200,7 +200,7 @@ def _embed(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 @torch.inference_mode()
 def _timed(model: nn.Module, batch: dict[str, Tensor], passes: int) -> tuple[Tensor, float]:
-    """The sentences' vectors, and the median of the seconds that a pass took, after one that is not timed."""
+    """The sentences' vectors, and the median time of a pass, after an untimed one."""
     vectors = _embed(model, batch)
     seconds = []
     for _ in range(passes):

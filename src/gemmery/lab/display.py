@@ -45,7 +45,7 @@ class Display(AbstractContextManager["Display"]):
             title=f"{self.result.suite}, {self.result.dtype}, {header['gpu']}, {header['commit']}",
             caption="a ratio is a peer's time / ours, with its spread over the rounds; – where a peer is left out",
         )
-        # A narrow terminal shows cells in several lines, and no cell cut off.
+        # A narrow terminal wraps cells instead of truncating them.
         table.add_column("row", overflow="fold")
         table.add_column("M×N×K", overflow="fold")
         for heading in self._headings():

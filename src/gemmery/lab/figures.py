@@ -31,7 +31,7 @@ SEQUENCE = "viridis"
 #: The formats that `save` writes.
 PICTURES = (".png", ".svg")
 
-#: Any, since matplotlib's types name every key that there is.
+#: Any, because matplotlib's types name every key.
 STYLE: Any = {
     "font.size": 9, "axes.titlesize": 9, "axes.titlelocation": "left", "axes.edgecolor": INK, "axes.labelcolor": INK,
     "text.color": INK, "xtick.color": INK, "ytick.color": INK, "axes.spines.top": False, "axes.spines.right": False,

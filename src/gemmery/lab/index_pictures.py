@@ -96,7 +96,7 @@ def _sampled(size: int) -> np.ndarray:
 
 
 def _block(axes: Axes, block: Block) -> AxesImage:
-    """The lanes of a block, colored by their offset or, where they are masked off, by why."""
+    """The lanes of a block, colored by their offset or, if they are masked off, by the reason."""
     from matplotlib.colors import ListedColormap
 
     rows, cols = block.offsets.shape

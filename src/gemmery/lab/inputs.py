@@ -29,7 +29,7 @@ class Kind:
     Attributes:
         dtype, out: of the operands and of the result.
         tolerance: the largest ‖out − ref‖ / ‖ref‖ that counts as right: a few times what rounding costs.
-        precision, fast_accum: what gemmery is asked for.
+        precision, fast_accum: gemmery's arguments.
     """
 
     dtype: torch.dtype
@@ -52,7 +52,7 @@ KINDS: dict[str, Kind] = {
 }
 #: Rows of the output that are compared in float64, and columns at a time.
 CHECKED_ROWS, CHECKED_COLUMNS = 512, 8192
-#: The value that fills an integer output before the check. No product of int8 matrices gets there below K = 2^17.
+#: The value that fills an integer output before the check. No product of int8 matrices reaches it below K = 2^17.
 UNWRITTEN = -(2**31)
 
 
@@ -221,7 +221,7 @@ def scaled_inputs(row: Row, kind: Kind, fill: Fill) -> Inputs:
     else:
         b = quantize_activations(weight, name, per=PER[row.scales])
     if kind.dtype == torch.int8:
-        # Sums of int8 are exact, but scales make numbers of them that are rounded to bf16.
+        # Sums of int8 are exact, but with scales, they are rounded to bf16.
         kind = replace(kind, out=torch.bfloat16, tolerance=KINDS["bf16"].tolerance)
     out = torch.empty(row.M, row.N, dtype=kind.out, device=x.device)
     exact = (a.dequantize(torch.float32), b.dequantize(torch.float32).mT)

@@ -1,8 +1,8 @@
 """The bytes that a product reads from memory through an L2 cache, by tile order.
 
-A simulation that is exact for a simple cache. Programs that run at once go along K together: in every step each of them
-asks for its block of A and its block of B, and a block that several ask for is read once. The cache is one pool of
-bytes from which blocks go in the order in which they were last used (LRU); those of the same step go together.
+A simulation that is exact for a simple cache. Programs that run at once advance along K together: in every step, each
+of them requests its block of A and its block of B, and a block that several request is read once. The cache is one pool
+of bytes from which blocks go in the order in which they were last used (LRU); those of the same step go together.
 
 Left out, so that the numbers are for comparing orders, not for predicting a counter of a profiler: the output, which
 passes through L2 as well; ways, sectors and the two halves of the cache of an A100 or H100, each of which keeps what

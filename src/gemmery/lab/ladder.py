@@ -55,7 +55,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Failure:
-    """A rung that did not get through, with everything that it printed."""
+    """A rung that failed, with everything that it printed."""
 
     number: int
     title: str

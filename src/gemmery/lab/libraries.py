@@ -111,7 +111,7 @@ def torchao(inputs: Inputs) -> Call:
 
 @functools.cache
 def _gemlite() -> Any:
-    """gemlite with what it ships for the H100 on an H200, which has the same multiprocessors and no separate file."""
+    """gemlite with its configs for the H100 on an H200, which has the same multiprocessors and no separate file."""
     module = _imported("gemlite")
     if "H200" in torch.cuda.get_device_name():
         file = Path(module.__file__).parent / "configs" / "h100.json"

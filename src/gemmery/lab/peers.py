@@ -153,8 +153,8 @@ def _int8_with_scales(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) ->
 def cublas(inputs: Inputs) -> Call:
     """torch, which is the vendor's BLAS: the call of the same kind as ours, an epilogue operator by operator.
 
-    A packed weight is multiplied unpacked, and so is MXFP8, which torch has on Blackwell alone: bf16 holds its numbers.
-    int8 with scales is the bare product: torch has none with them.
+    A packed weight is multiplied unpacked, and so is MXFP8, which torch supports only on Blackwell: bf16 holds its
+    numbers. int8 with scales is the bare product, because torch has no product with scales.
     """
     if inputs.scaled is not None and inputs.row.scales == "mx":
         left, right = (operand.dequantize(torch.bfloat16) for operand in inputs.scaled)
@@ -207,7 +207,7 @@ def _rung(number: int) -> Any:
 
 
 def seed(inputs: Inputs) -> Call:
-    """The tutorials' own kernels: rung 8, with descriptors, where it takes the operands, else the autotuned rung 6."""
+    """The tutorials' kernels: rung 8, with descriptors, if it supports the operands, else the autotuned rung 6."""
     a, b, out = inputs.a, inputs.b, inputs.out
     if inputs.row.batch or inputs.row.epilogue or inputs.row.quantized:
         raise Unsuited("the tutorials multiply two plain matrices, without batches or epilogues")

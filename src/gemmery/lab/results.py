@@ -91,7 +91,8 @@ TRITON = "3.6"
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A result as `Result.save` wrote it, its rows' summaries made of their rounds anew, so that one rule is for all.
+    """A result as `Result.save` wrote it, with the rows' summaries computed again from their rounds, so that one rule
+    applies to all.
 
     Raises:
         ValueError: the file is not a result.

@@ -1,4 +1,4 @@
-"""Timing of several methods of one computation against each other, fairly.
+"""Fair timing of several methods of one computation against each other.
 
 A GPU at its power limit runs slower, and a kernel that is timed after a light one gets the power that was left unused.
 So there are two regimes for a kernel. "burst": each launch is timed alone, after a rest, with inputs cold. "steady":
@@ -19,7 +19,7 @@ from functools import partial
 
 from ..tuning.stopwatch import ESTIMATE, SLEEP, Call, Estimate, Stopwatch, burst_launches
 
-#: By method, what takes a figure of it, in seconds per call.
+#: By method, the function that takes a figure of it, in seconds per call.
 Figures = dict[str, Callable[[], float]]
 #: Seconds by method, in the order in which the methods ran.
 Round = dict[str, float]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Arrivals(NamedTuple):
-    """Counters by which other ranks tell that they have sent their data.
+    """Counters by which other ranks signal that they have sent their data.
 
     Attributes:
         flags: (ranks,), int32: the last call for which each rank has sent its data.

@@ -282,7 +282,7 @@ class Spec(Layout):
         """An epilogue's device function for the sum over this operand's columns, to which another sum is added.
 
         Args:
-            reads_ahead: whether it is given (args, block), see `kernels.epilogues`.
+            reads_ahead: whether it receives (args, block), see `kernels.epilogues`.
         """
         return epilogue
 
@@ -419,7 +419,7 @@ class Operand:
 
     @property
     def keeps_rows(self) -> bool:
-        """Whether the rows of the product are those of one matrix, to which no batch can be added."""
+        """Whether the rows of the product are those of one matrix, which can't have a batch."""
         return self.is_ragged
 
     @property
@@ -436,7 +436,7 @@ class Operand:
         raise NotImplementedError
 
     def lowered(self, op: str, names: tuple[str, str], dtype: torch.dtype) -> Operand:
-        """The same in the type that autocast asks for.
+        """The same in autocast's type.
 
         Raises:
             TypeError: it cannot be converted to that type.
@@ -484,7 +484,7 @@ class Operand:
         raise NotImplementedError
 
     def parts(self) -> list[Operand]:
-        """The matrices that stand side by side, each as an operand."""
+        """The adjacent matrices, each as an operand."""
         return [self]
 
     def ordered(self) -> Operand:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 #: The kinds of groups: rows of the product, or ranges of K.
 Axis = Literal["rows", "k"]
-#: Groups that a program looks at together, at most.
+#: The most groups that a program examines together.
 SCAN = 1024
 
 

@@ -216,7 +216,7 @@ class SparseAccess(Access):
         """The tensor map of kept numbers for stages."""
         each = CODES[self.spec.code].each
         row, columns = self.columns // each, step // each
-        # Threads read numbers that they decode one by one.
+        # Threads read numbers one by one if they decode them.
         is_swizzled = not self.spec.decodes
         if not self.paired:
             shape, strides = (self.rows, row), (row, 1)

@@ -91,7 +91,7 @@ class Summed(Dense):
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
-        """The matrix, what is exchanged, and the scales."""
+        """The matrix, the exchanged tensors, and the scales."""
         return (self, *self.exchanged, *(() if self.scale is None else (self.scale,)))
 
     @property

@@ -242,8 +242,8 @@ class AnyWidthBinding(Binding):
         workspace = None if self.split is None else self.workspace(out.device)
         tiles_m, tiles_n, band = -(-p.M // c.block_m), -(-p.N // c.block_n), self.band
         last_band = tiles_m - (tiles_m - 1) // band * band
-        # Groups need the divisors of the rows of a tile, and of the tiles along N. A batch needs that of a matrix's
-        # tiles, others that of those which are cut along K.
+        # Groups need the divisors of the rows of a tile, and of the tiles along N. A batch needs the divisor of a
+        # matrix's tiles, other problems the divisor of the tiles that are cut along K.
         is_grouped = p.ragged == "rows"
         counted = tiles_n if is_grouped else tiles_m * tiles_n if p.batch or p.ragged else self.work.cut
         area = c.block_m if is_grouped else band * tiles_n

@@ -268,7 +268,7 @@ def _epilogue_seconds(
 
 
 def _code_seconds(problem: Problem, elements: Floats) -> Floats:
-    """The seconds that fetching the code of an epilogue's functions adds where tiles are taken in turn.
+    """The seconds that fetching the code of an epilogue's functions adds if warpgroups take tiles in turn.
 
     Args:
         elements: of a warpgroup's tile.

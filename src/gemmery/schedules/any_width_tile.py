@@ -168,7 +168,7 @@ class Tile(NamedTuple):
         """The widths that this tile's kernel has code for; its own is among them.
 
         Args:
-            stage: of X; None of a plain matrix.
+            stage: of X; None for a plain matrix.
             of_y: the form of Y.
             numbers: see `numbers_for`.
         """

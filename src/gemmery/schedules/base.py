@@ -209,7 +209,7 @@ class Schedule:
         raise NotImplementedError
 
     def bind(self, problem: Problem, config: Config) -> Binding:
-        """The binding of a problem and a config that is not refused."""
+        """The binding of a problem and a supported config."""
         raise NotImplementedError
 
     # --- work and its time -----------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """From a Problem and a Config to a Triton kernel with its arguments.
 
 A `Binding` holds all that is fixed once both are known: the kernel, its compile-time parts and the grid. The same
-binding serves a launch, a compilation for the GPU at hand, and a cross-compilation with tensors on the meta device.
+binding serves a launch, a compilation for the present GPU, and a cross-compilation with tensors on the meta device.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def epilogue_arguments(
 def _epilogue_arguments(
     problem: Problem, slot: int, tensors: Sequence[Any], numbers: Sequence[float]
 ) -> tuple[Any, ...]:
-    """Those of the epilogue alone, given its tensors."""
+    """Those of the epilogue only, from its tensors."""
     if problem.fusion is not None:
         slots = (slot,) if problem.fusion.reduces else ()
         return (*traced_arguments(problem.fusion, tensors, numbers[: problem.fusion.numbers]), *slots)
@@ -134,7 +134,7 @@ def _epilogue_arguments(
 
 
 class Tensors(NamedTuple):
-    """A launch's tensors, by what they belong to."""
+    """A launch's tensors, by their owners."""
 
     a: Sequence[Any]
     b: Sequence[Any]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..select.space import Space
 
 #: Of problems that are `fitted`: the stream of blocks from memory, and the seconds by which a launch takes less than
-#: `Delays` says. Measured on an H200, and taken for all GPUs.
+#: `Delays` says. Measured on an H200, and used for all GPUs.
 MEMORY, SOONER = Stream(long=0.913, short=0.433, ramp=40e-6), 0.75e-6
 #: Of groups of rows: the seconds in which a program finds its group; how long the stream from memory takes beside that
 #: of a plain product; and the least area of a tile, with how much faster such tiles are than in plain products. Fitted

@@ -31,7 +31,7 @@ Numbers = dict[int, int] | None
 
 
 class Offer(NamedTuple):
-    """The tiles for weights that have a `Stage`, which are X: those tiles of `schedules` that are worth a row.
+    """The tiles for weights that have a `Stage`, which are X: the tiles of `schedules` that are worth considering.
 
     Attributes:
         stages: the weights' stages, those first of which most fit into the ring.

@@ -42,7 +42,7 @@ def _say(path: str, error: str) -> None:
 
 
 def read(path: Path, device: Device) -> list[Problem]:
-    """The problems of a log, each once, in the order in which they came, to be run on `device`.
+    """The distinct problems of a log, in their order, for `device`.
 
     Raises:
         OSError: the file can't be read.

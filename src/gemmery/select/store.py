@@ -1,8 +1,9 @@
 """The store of measured timings, in a file of the user's cache directory.
 
 A row is the time of a config on a problem, for a device, a version of Triton and the kernels' source (see `keys`). So
-a new config adds to the timings, and a changed kernel starts afresh. A look-up never creates anything, and costs one
-`stat` if there is no file. If nothing can be written, in a read-only home or without one, timings are kept in memory.
+a new config adds to the timings, and a changed kernel is measured again. A look-up never creates anything, and costs
+one `stat` if there is no file. If nothing can be written, in a read-only home or without one, timings are kept in
+memory.
 
 The directory is GEMMERY_CACHE_DIR, or else the user's cache; GEMMERY_STORE=0 turns the store off.
 """
@@ -21,7 +22,7 @@ from typing import NamedTuple
 from ..problem import Config, Problem
 from .keys import Key, key_of
 
-#: The file's name has the version of its tables, so that versions of gemmery with others do not meet in one file.
+#: The file's name has the version of its tables, so that versions of gemmery with other tables use other files.
 FILE = "timings-1.sqlite"
 
 

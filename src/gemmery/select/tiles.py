@@ -408,7 +408,7 @@ INTERPRETER: dict[str, Rows] = {
 
 #: Families in which all rows for one kind of operand, except for those marked `apart`, give the same bits as long as K
 #: is not cut: their instruction sums along K in an order that does not depend on the tile. Measured on an H200, which
-#: tests/gpu/test_invariance.py repeats. In the others a single row serves all products that must be batch-invariant.
+#: tests/gpu/test_invariance.py repeats. In the other families, a single row serves all batch-invariant products.
 ALIKE = frozenset({"hopper"})
 
 FAMILIES: dict[str, dict[str, Rows]] = {

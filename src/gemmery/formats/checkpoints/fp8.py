@@ -50,7 +50,7 @@ def read_fp8(
 def read_fp8_blocks(
     weight: Tensor, scale: Tensor, *, block: tuple[int, int] = (128, 128), dtype: torch.dtype = torch.bfloat16
 ) -> QuantizedTensor:
-    """A weight in fp8 with a scale for each block of 128 x 128, as DeepSeek V3 and after it many have it.
+    """A weight in fp8 with a scale for each block of 128 x 128, as in DeepSeek V3 and many later models.
 
     Args:
         weight: float8_e4m3fn, (N, K).

@@ -231,7 +231,7 @@ def _words(
     if config.get("desc_act") and "g_idx" not in own and scales.shape[0] > 1:
         raise ValueError(
             f"read_weight: desc_act is {config['desc_act']!r} in the configuration, and {prefix or 'the layer'} has no "
-            f"g_idx, so that nothing says which group a column is of"
+            f"g_idx, so the group of each column is unknown"
         )
     first = not _is_second(config)
     return read_gptq(
@@ -276,7 +276,7 @@ class _Scheme(NamedTuple):
 
 
 def _scheme(config: Config) -> _Scheme:
-    """The schemes of a configuration, where all agree; nothing says which of them a layer has."""
+    """The common properties of a configuration's schemes; a layer's scheme is unknown."""
     groups = _settings_of("config_groups", config.get("config_groups"))
     schemes = [
         _settings_of("weights", _settings_of(f"config_groups.{name}", group).get("weights"))

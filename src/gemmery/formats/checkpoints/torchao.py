@@ -203,7 +203,7 @@ def _affine(
         zeros = zeros.reshape(grid).repeat_interleave(high, -2)[..., :rows, :]
     if zeros is None or bool((zeros == zeros.round()).all()):
         return assemble(_SOURCE, codes, format, scales, zeros=zeros, group_size=size, dtype=dtype)
-    # Zero points between the integers, such as HQQ's, become something that is added, rounded to the weight's type.
+    # Zero points between the integers, such as HQQ's, become offsets, rounded to the weight's type.
     offsets = (FORMATS[format].zero - zeros) * scales.float()
     return assemble(_SOURCE, codes, format, scales, offsets=offsets, group_size=size, dtype=dtype)
 

@@ -133,7 +133,7 @@ def runs(arch: devices.Arch) -> dict[str, str]:
 
 
 def _runs(schedule: Schedule, arch: devices.Arch) -> str:
-    """When a schedule is chosen on an architecture, or what there is in its place."""
+    """When a schedule is chosen on an architecture, or its replacement."""
     if schedule.runs_on(arch):
         return schedule.reason
     return f"none: {schedule.instead}" if schedule.instead else "none"

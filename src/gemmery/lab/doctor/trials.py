@@ -27,9 +27,9 @@ class Trial:
     """One product of gemmery, compared with float64.
 
     Attributes:
-        ran: the config of the kernel, or what ran in its place.
+        ran: the config of the kernel, or its replacement.
         error: ||y - exact|| / ||exact||; None if the call failed.
-        failure: what it failed with, or that the error is too large; None if it is right.
+        failure: its error message, or that the error is too large; None if it is right.
     """
 
     device: str

@@ -1,4 +1,4 @@
-"""Machine code as what its reader needs to know: instructions of a kind, basic blocks, and the loop in which time goes.
+"""Machine code for its reader: instructions by kind, basic blocks, and the loop that takes most of the time.
 
 Nothing here knows an instruction set; `sass` and `gcn` read NVIDIA's and AMD's.
 """

@@ -68,7 +68,7 @@ _MOVES = (
     "ATOMG",
     "ATOMS",
 )
-#: Shapes of products of one warp, which are written without what stands between their numbers.
+#: Shapes of products of one warp, which are written without separators.
 _SHAPES = {
     "884": (8, 8, 4), "1684": (16, 8, 4), "1688": (16, 8, 8), "16816": (16, 8, 16), "16832": (16, 8, 32),
     "16864": (16, 8, 64), "8816": (8, 8, 16), "8832": (8, 8, 32), "168128": (16, 8, 128),

@@ -30,7 +30,7 @@ class Request:
     """The request of the command.
 
     Attributes:
-        choices: by the name of a control the values that were given, none for the default.
+        choices: the given values by the name of a control; none for the default.
         shapes: texts such as 4096x14336x4096.
     """
 

@@ -1,4 +1,4 @@
-"""The page as one file, with the answers for a fixed set of products in the place of a server."""
+"""The page as one file, with the answers for a fixed set of products instead of a server."""
 
 from __future__ import annotations
 

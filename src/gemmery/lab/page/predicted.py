@@ -185,7 +185,7 @@ def roofline(found: Prediction) -> dict[str, Any]:
     start = max(x[0], y[0] / device.bandwidth)
     operations = "OP" if integers else "FLOP"
     side = "arithmetic" if found.limit == "compute" else "memory"
-    # The headline's words for the same kernel, where it waits for something else than a perfect one would.
+    # The headline's words for a kernel whose bound differs from the roofline's.
     but = (
         "" if found.bound in ("", found.limit) else f", but this kernel is {found.binding.partition(',')[0]}"
     )

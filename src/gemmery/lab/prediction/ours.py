@@ -1,8 +1,8 @@
 """gemmery's own time of a product: the config that would run, and a law of its time.
 
-The law is the selector's (`select.model`) with what the selector can leave out, since it is the same for all configs
-that it compares, or rare: copies, loads and stores of single elements, rows that straddle sectors, a chip that gets
-too warm. Its constants are fitted, see `calibration`.
+The law is the selector's (`select.model`) with terms that the selector can omit, because they are the same for all
+configs that it compares, or rare: copies, loads and stores of single elements, rows that straddle sectors, a chip that
+gets too warm. Its constants are fitted, see `calibration`.
 """
 
 from __future__ import annotations

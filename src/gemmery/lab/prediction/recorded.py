@@ -135,7 +135,7 @@ def standing(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def newest_last(place: Path) -> list[tuple[Path, dict[str, Any]]]:
-    """A folder's results, so that of several with a row the last one counts.
+    """A folder's results, ordered so that the last one with a row counts.
 
     Those of a Triton that has the same schedules as the one here come after the others, and then the later ones.
 
@@ -175,7 +175,7 @@ class Measured:
 
 @functools.cache
 def _by_sizes(place: Path, device: Device) -> dict[tuple[int, int, int], list[tuple[str, dict[str, Any]]]]:
-    """A folder's rows of a GPU that are `standing`, by M, N and K, with where each is from."""
+    """A folder's rows of a GPU that are `standing`, by M, N and K, with the source of each."""
     found: dict[tuple[int, int, int], list[tuple[str, dict[str, Any]]]] = {}
     for path, result in newest_last(place):
         if device_of(result["gpu"]) == device:
