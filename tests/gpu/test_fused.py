@@ -114,6 +114,34 @@ def test_torch_functions(function):
     )
 
 
+def rms_norm(acc, gain):
+    return F.rms_norm(acc, acc.shape[-1:], gain, 1e-5)
+
+
+def layer_norm(acc, gain):
+    return F.layer_norm(acc, acc.shape[-1:], gain, gain - 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("function", [rms_norm, layer_norm])
+def test_norms(function, dtype):
+    """Of whole rows, which one tile holds: with a number of columns that it does not fill, and gradients."""
+    for n in (48, 64) if DRY else (64, 200, 256):
+        a, b = operands(size(300), n, size(512), "NN", dtype)
+        gain = values((n,), dtype)
+        assert_right(
+            gemmery.matmul(a, b, epilogue=function, args=(gain,)), exact(function, a, b, (gain,)), dtype
+        )
+        ours = [x.detach().requires_grad_() for x in (a, b, gain)]
+        theirs = [wide(x).requires_grad_() for x in (a, b, gain)]
+        found = gemmery.matmul(*ours[:2], epilogue=function, args=ours[2:])
+        up = values(found.shape, dtype)
+        want = function(theirs[0] @ theirs[1], theirs[2])
+        made = torch.autograd.grad(found, ours, up)
+        for x, y in zip(made, torch.autograd.grad(want, theirs, wide(up)), strict=True):
+            assert ((wide(x) - y).norm() / y.norm()).item() < 4 * TOLERANCE[dtype]
+
+
 def test_batches_and_int8():
     a, b = values((3, 1, size(120), 64), torch.float16), values((4, 64, size(96)), torch.float16)
     args = (values((4, 1, size(96)), torch.float16), values((3, 1, size(120), 1), torch.float16))

@@ -176,6 +176,20 @@ def test_their_gradients(name):
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", ["torch's rms_norm", "torch's layer_norm"])
+def test_gains_of_norms_have_gradients(name, dtype):
+    a, b = operands(dtype, 9, 48)
+    given = a, b, (torch.rand(48) + 0.5).to(dtype)
+    ours, theirs = ([x.detach().to(kind).requires_grad_() for x in given] for kind in (dtype, torch.float64))
+    found = gemmery.matmul(*ours[:2], epilogue=WHOLE[name], args=ours[2:])
+    want = WHOLE[name](theirs[0] @ theirs[1], theirs[2])
+    up = torch.randn_like(found)
+    made = torch.autograd.grad(found, ours, up)
+    for x, y in zip(made, torch.autograd.grad(want, theirs, up.double()), strict=True):
+        assert (x.double() - y).norm() <= (2e-2 if dtype == torch.bfloat16 else 1e-5) * y.norm()
+
+
 @pytest.mark.parametrize(
     "config", [Config(16, 64, 32, split_k=3), Config(32, 64, 16, split_store=True)], ids=str
 )

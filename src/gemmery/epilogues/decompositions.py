@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from .table import CONSTANTS
 
@@ -75,22 +77,50 @@ def _log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
     return (below - torch.log(torch.exp(below).sum(dim, keepdim=True))).to(x.dtype)
 
 
-def _layer_norm(x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float) -> Any:
-    if len(shape) != 1:
-        return NotImplemented
-    wide = x if x.dtype in _WIDE else x.float()
-    mean = wide.mean(-1, keepdim=True)
-    off = wide - mean
-    factor = torch.rsqrt((off * off).mean(-1, keepdim=True) + eps)
-    normed = off * factor if weight is None else off * factor * weight
-    return (normed if bias is None else normed + bias).to(x.dtype), mean, factor
+def _layer_norm(
+    input: Tensor, normalized_shape: Any, weight: Tensor | None = None, bias: Tensor | None = None,
+    eps: float = 1e-5, cudnn_enable: bool = True,
+) -> Tensor:  # fmt: skip
+    if len(normalized_shape) != 1:
+        raise NotImplementedError(
+            f"layer_norm over {len(normalized_shape)} dimensions in an epilogue; use the last"
+        )
+    wide = input if input.dtype in _WIDE else input.float()
+    off = wide - wide.mean(-1, keepdim=True)
+    normed = off * torch.rsqrt((off * off).mean(-1, keepdim=True) + eps)
+    normed = normed if weight is None else normed * weight
+    return (normed if bias is None else normed + bias).to(input.dtype)
 
 
+def _rms_norm(
+    input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:  # fmt: skip
+    # The same with a weight of another type, of which torch warns.
+    return torch.rms_norm(input, normalized_shape, None if weight is None else weight.to(input.dtype), eps)
+
+
+class Composed(TorchFunctionMode):
+    """A mode in which functions are composed of simpler ones before autograd sees them.
+
+    Autograd's own formula for `layer_norm` requires parameters that are vectors. In the backward pass of an epilogue,
+    they are as large as the product: the sum over rows follows the kernel. Parameters may be of another type than the
+    product, as those of a model in bfloat16 are.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _COMPOSED.get(func, func)(*args, **(kwargs or {}))
+
+
+_COMPOSED: dict[Any, Callable[..., Any]] = {
+    F.layer_norm: _layer_norm,
+    torch.layer_norm: _layer_norm,
+    F.rms_norm: _rms_norm,
+    torch.rms_norm: _rms_norm,
+}
 #: Of any type.
 _OWN: dict[Any, Callable[..., Any]] = {
     aten._softmax.default: _softmax,
     aten._log_softmax.default: _log_softmax,
-    aten.native_layer_norm.default: _layer_norm,
 }
 #: Of types whose arithmetic torch does not widen.
 _QUICK: dict[Any, Callable[..., Tensor]] = {

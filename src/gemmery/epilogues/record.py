@@ -17,6 +17,8 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .decompositions import Composed
+
 _META = torch.device("meta")
 #: torch's tags of operators whose result, or its shape, depends on data.
 _READING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -134,7 +136,7 @@ class Recorder(TorchDispatchMode):
 
     def run(self, function: Callable[..., Any], inputs: Sequence[MetaProxy], grad: bool) -> fx.Graph:
         """The graph of a function of proxy-ins, without operators that its results do not need."""
-        with torch.set_grad_enabled(grad), self:
+        with torch.set_grad_enabled(grad), Composed(), self:
             results = torch.func.functionalize(function)(*inputs)
         self.graph.output(pytree.tree_map_only(Tensor, self._node, results))
         self.graph.eliminate_dead_code()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..dtypes import Precision
+from ..epilogues.decompositions import Composed
 from ..epilogues.identity import Captured
 from ..operands import Operand
 from ..problem import Config
@@ -195,7 +196,9 @@ class Call:
         # Before the function, which may change the product in place.
         saved = [product.to(self.dtype, copy=True)] if self.saves else []
         try:
-            returned = function(product, *values)
+            # As in a kernel: parameters of a norm may be of another type than the product.
+            with Composed():
+                returned = function(product, *values)
         except TypeError as error:
             if takes(function, 1 + len(values)):
                 raise
