@@ -169,7 +169,7 @@ def read_folder(folder: Path, needed: set[str], script: str) -> list[Data]:
     for path in sorted(folder.glob("*.json")):
         data = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(data, dict) or needed - set(data):
-            raise ValueError(f"{folder.name}/{path.name} is no result of {script}")
+            raise ValueError(f"{folder.name}/{path.name} is not a result of {script}")
         found.append(data)
     return sorted(found, key=lambda data: data["date"])
 

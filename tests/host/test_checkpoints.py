@@ -946,7 +946,7 @@ def test_a_configuration_of_another_method(rng):
 def test_a_weight_that_nothing_reads():
     tensors = {"a.weight": torch.ones(16, 32), "a.bias": torch.ones(16)}
     with pytest.raises(
-        ValueError, match=r"at 'a' there is weight \(float32, \(16, 32\)\), which is no packed weight"
+        ValueError, match=r"at 'a' there is weight \(float32, \(16, 32\)\), which is not a packed weight"
     ):
         read_weight(tensors, "a")
     with pytest.raises(ValueError, match=r"at 'b' there is nothing.*quant_method is 'vptq'"):

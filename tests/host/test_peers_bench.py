@@ -66,7 +66,7 @@ def test_the_page_is_written_from_files(tmp_path):
     assert "| int4 weights, 1×2×3 | slow | **1.50** (1.00–2.00) | 20.0 | 30.0 |" in text
     assert "commit abc1234, 2026-11-28, 3 rounds; slow 1.2." in text
     (tmp_path / "peers" / "b.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"peers/b\.json is no result of peers\.py"):
+    with pytest.raises(ValueError, match=r"peers/b\.json is not a result of peers\.py"):
         peers_summary.read(tmp_path)
 
 

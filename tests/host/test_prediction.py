@@ -580,7 +580,7 @@ def test_rows_of_all_suites_are_posed():
         ({"weight": "int3"}, "weight is 'int3'"),
         ({"epilogue": "sin"}, "epilogue is 'sin'"),
         ({"scales": "row"}, "operands of 8 bits"),
-        ({"weight": "int4", "scales": "row"}, "scales of its own"),
+        ({"weight": "int4", "scales": "row"}, "contains scales"),
         ({"weight": "int4", "batch": (4,)}, "batch is not supported with"),
         ({"layout": "XY"}, "layout is 'XY'"),
     ],

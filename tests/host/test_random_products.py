@@ -251,7 +251,7 @@ def test_other_suites_have_no_seeds():
 
 @pytest.mark.parametrize("name", ["random_mid", "random_swiglu"])
 def test_a_suite_has_a_row_at_least(name):
-    with pytest.raises(ValueError, match="0 rows asked for; at least one"):
+    with pytest.raises(ValueError, match="0 rows requested; at least one"):
         suites.drawn(name, 1, 0)
 
 

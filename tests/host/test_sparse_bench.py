@@ -195,7 +195,7 @@ def test_all_files_are_written(folder, capsys):
     assert readme_tables.main([*options, "--check"]) == 0
     (folder / "sparse" / "odd.json").write_text("{}")
     assert readme_tables.main(options) == 2
-    assert "sparse/odd.json is no result of sparse.py or blocks.py" in capsys.readouterr().err
+    assert "sparse/odd.json is not a result of sparse.py or blocks.py" in capsys.readouterr().err
 
 
 def test_the_picture_has_what_the_readme_has(folder):
