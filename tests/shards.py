@@ -226,16 +226,24 @@ def configs(texts, rows=64, N=128, K=192):
 
 
 def repeats():
-    """Many calls of two sizes in turn: their rows and sums do not mix."""
+    """Many calls of two sizes in turn: their rows and sums do not mix, where both are kept or replace each other."""
     rank = dist.get_rank()
     pairs = {rows: [whole(rows, 64, 32, seed=rows + 9 * i) for i in range(ranks.COUNT)] for rows in (64, 128)}
     totals = {rows: own(sum(x.double() @ w[0].double().T for x, w in each)) for rows, each in pairs.items()}
+    shared = exchange.shared_by(dist.group.WORLD, pairs[64][0][0].device)
+    most = exchange.MOST_VIEWS
     for i in range(12):
+        if i == 6:
+            exchange.MOST_VIEWS = 1
+            for kind in (exchange.ROWS, exchange.PARTIALS):
+                shared._memories[kind.name][-1].views.clear()
         rows = (64, 128, 128)[i % 3]
         x, (w, *_) = pairs[rows][rank]
         close(ours.linear_reduce_scatter(x, w), totals[rows], f"call {i}")
         x0 = pairs[rows][0][0] + i
         close(ours.all_gather_linear(own(x0), w), x0.double() @ w.double().T, f"call {i}")
+    exchange.MOST_VIEWS = most
+    assert {len(shared._memories[kind.name][-1].views) for kind in (exchange.ROWS, exchange.PARTIALS)} == {1}
 
 
 def late(seconds):
