@@ -42,12 +42,12 @@ def wanted(args: Any) -> list[Callable[[Ranks, Any], None]]:
     return [function for asked, function in found if asked]
 
 
-def items(ranks: Ranks, rows: tuple[int, ...] = ROWS, config: str | None = None) -> list[Item]:
+def items(ranks: Ranks, args: Any, rows: tuple[int, ...] = ROWS, config: str | None = None) -> list[Item]:
     """Calls of both kinds, each compared with float64."""
     own = torch.Generator(ranks.device).manual_seed(ranks.rank)
-    made = []
-    for M in rows:
-        for N, K in SIZES:
+    made, small = [], args.shrink
+    for M in sorted({max(M // small, 128) for M in rows}):
+        for N, K in [(N // small, K // small) for N, K in SIZES]:
             x = torch.randn(M, K, dtype=BF16, device=ranks.device, generator=own)
             w = torch.randn(N, K, dtype=BF16, device=ranks.device, generator=own)
             shard = x[: M // ranks.count]
@@ -74,7 +74,7 @@ def items(ranks: Ranks, rows: tuple[int, ...] = ROWS, config: str | None = None)
 def stress(ranks: Ranks, args: Any) -> None:
     """Many calls in random order, the same on all ranks, each of which must give the bits of the first."""
     begun = time.monotonic()
-    found, order = items(ranks, config=CONFIG if ranks.on_gpu else None), random.Random(args.seed)
+    found, order = items(ranks, args, config=CONFIG if ranks.on_gpu else None), random.Random(args.seed)
     ranks.say(f"{len(found)} products are right after {time.monotonic() - begun:.0f} s")
     different, made, elapsed = torch.zeros((), dtype=torch.int64, device=ranks.device), 0, 0.0
     while made < args.stress and elapsed < args.seconds:
@@ -94,7 +94,7 @@ def stress(ranks: Ranks, args: Any) -> None:
 
 def graphs(ranks: Ranks, args: Any) -> None:
     """Replays of a graph of several products, between eager calls."""
-    found, order = items(ranks, (128, 1024)), random.Random(args.seed)
+    found, order = items(ranks, args, (128, 1024)), random.Random(args.seed)
     captured = order.sample(found, 6)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -117,7 +117,7 @@ def graphs(ranks: Ranks, args: Any) -> None:
 
 def late(ranks: Ranks, args: Any) -> None:
     """A rank whose host, or whose GPU, is late, by turns."""
-    found = items(ranks, (256, 1024))
+    found = items(ranks, args, (256, 1024))
     for i, item in enumerate(found):
         if i % ranks.count == ranks.rank:
             if i % 3 and ranks.on_gpu:

@@ -202,6 +202,12 @@ def errors():
         ours.linear_reduce_scatter(x[:63], w)
     with pytest.raises(ValueError, match="rows come in 2 shards"):
         ours.all_gather_linear(x, w, config="128x32x32-g8-w4-s2-tile-pointer")
+    # A group that the other rank is not in.
+    alone = [dist.new_group([rank]) for rank in range(ranks.COUNT)]
+    for function in (ours.all_gather_linear, ours.linear_reduce_scatter, ours.linear_all_reduce):
+        close(function(x, w, group=alone[dist.get_rank()]), x.double() @ w.double().T)
+        with pytest.raises(ValueError, match=f"{function.__name__}: this process is not in the group"):
+            function(x, w, group=alone[1 - dist.get_rank()])
     # The ranks go on.
     close(ours.all_gather_linear(x, w), torch.cat([x, x]).double() @ w.double().T)
 
@@ -220,16 +226,24 @@ def configs(texts, rows=64, N=128, K=192):
 
 
 def repeats():
-    """Many calls of two sizes in turn: their rows and sums do not mix."""
+    """Many calls of two sizes in turn: their rows and sums do not mix, where both are kept or replace each other."""
     rank = dist.get_rank()
     pairs = {rows: [whole(rows, 64, 32, seed=rows + 9 * i) for i in range(ranks.COUNT)] for rows in (64, 128)}
     totals = {rows: own(sum(x.double() @ w[0].double().T for x, w in each)) for rows, each in pairs.items()}
+    shared = exchange.shared_by(dist.group.WORLD, pairs[64][0][0].device)
+    most = exchange.MOST_VIEWS
     for i in range(12):
+        if i == 6:
+            exchange.MOST_VIEWS = 1
+            for kind in (exchange.ROWS, exchange.PARTIALS):
+                shared._memories[kind.name][-1].views.clear()
         rows = (64, 128, 128)[i % 3]
         x, (w, *_) = pairs[rows][rank]
         close(ours.linear_reduce_scatter(x, w), totals[rows], f"call {i}")
         x0 = pairs[rows][0][0] + i
         close(ours.all_gather_linear(own(x0), w), x0.double() @ w.double().T, f"call {i}")
+    exchange.MOST_VIEWS = most
+    assert {len(shared._memories[kind.name][-1].views) for kind in (exchange.ROWS, exchange.PARTIALS)} == {1}
 
 
 def late(seconds):
@@ -271,7 +285,7 @@ def missing(seconds, name):
 
 
 def large():
-    """More than memory is taken for goes by the process group."""
+    """More than memory is taken for goes by the process group, as do rows of fp8."""
     x, weights = whole(64, 64, 32)
     most = reduce_scatter.PARTIALS, of_rows.ROWS
     try:
@@ -282,13 +296,15 @@ def large():
         reduce_scatter.PARTIALS, of_rows.ROWS = most
     close(got, 2 * own(x.double() @ weights[0].double().T))
     close(gathered, x.double() @ weights[0].double().T)
+    x, w = x.to(torch.float8_e4m3fn), weights[0].to(torch.float8_e4m3fn)
+    close(ours.all_gather_linear(own(x), w), x.double() @ w.double().T)
 
 
 def styles():
     """A block whose layers exchange their rows, against the same block on one rank: results and gradients."""
     from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Partial, Replicate, Shard
+    from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.parallel import parallelize_module
 
     class Own(nn.Linear):
@@ -328,6 +344,21 @@ def styles():
             close(got, own(want, 1).double())
             block.down = pickle.loads(pickle.dumps(block.down))
             assert copy.deepcopy(block)(own(x, 1)).equal(got)
+    # Ranks with different numbers of columns; rows that ranks do not divide.
+    x, odd = normal(4, 128, 8, seed=8, dtype=torch.float32), nn.Linear(8, 25, device=ranks.HERE.device)
+    want = odd(x).detach()
+    style = ours.ColwiseParallel(input_layouts=Shard(1), overlap=True, use_local_output=False)
+    parallelize_module(odd, mesh, style)
+    with torch.no_grad():
+        got = odd(own(x, 1))
+        assert got.shape == want.shape
+        close(got.full_tensor(), want.double())
+        with pytest.raises(ValueError, match="its dimension 1 must be a multiple of the 2 ranks"):
+            odd(distribute_tensor(x[:, :127], mesh, [Shard(1)]))
+    with pytest.raises(
+        ValueError, match="the weight has 25 columns; with overlap=True they must be a multiple"
+    ):
+        parallelize_module(nn.Linear(25, 8), mesh, ours.RowwiseParallel(overlap=True))
     with pytest.raises(ValueError, match="input_layouts is R; with overlap=True it must be Shard"):
         parallelize_module(nn.Linear(8, 8), mesh, ours.ColwiseParallel(overlap=True))
     with pytest.raises(ValueError, match=r"output_layouts is P\(sum\); with overlap=True it must be Shard"):

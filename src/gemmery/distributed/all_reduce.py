@@ -70,9 +70,10 @@ def matmul_all_reduce(
     breaks its graph there, the call is a product, an all-reduce of float32, and the epilogue in torch.
 
     All ranks call it together, in the same order, with operands of the same shapes, strides and types, and the same
-    `bias`, `args` and `config`. Gradients are recorded on all ranks or on none. The first call of a group, and one with
-    a larger product than before, allocate memory and wait for all ranks: make such a call before a CUDA graph is
-    captured. Products of one group must not run in two streams at the same time.
+    `bias`, `args` and `config`. Operands begin at multiples of 16 bytes on all ranks or on none. Gradients are recorded
+    on all ranks or on none. The first call of a group, and one with a larger product than before, allocate memory and
+    wait for all ranks: make such a call before a CUDA graph is captured. Products of one group must not run in two
+    streams at the same time.
 
     The gradients of `a` and `b` are those of the rank's own columns, because all ranks receive the same result.
 

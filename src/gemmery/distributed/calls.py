@@ -48,6 +48,7 @@ def checked_group(name: str, op: str, a: Any, b: Any, group: dist.ProcessGroup |
 
     Raises:
         TypeError: an operand is of a kind that it does not accept.
+        ValueError: this process is not in the group.
         RuntimeError: there is no process group.
     """
     first, second, _ = operand_names(op)
@@ -62,6 +63,8 @@ def checked_group(name: str, op: str, a: Any, b: Any, group: dist.ProcessGroup |
         raise RuntimeError(f"{name}: there is no process group; call torch.distributed.init_process_group")
     group = dist.group.WORLD if group is None else group
     assert group is not None
+    if group == dist.GroupMember.NON_GROUP_MEMBER:  # type: ignore[comparison-overlap]
+        raise ValueError(f"{name}: this process is not in the group")
     return group
 
 

@@ -17,7 +17,11 @@ class Gathered(torch.autograd.Function):
         """Of a matrix of the same shape on all ranks."""
         ctx.group = group
         whole = x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
-        dist.all_gather_into_tensor(whole, x.contiguous(), group=group)
+        to, part = whole, x.contiguous()
+        if x.dtype.is_floating_point and x.dtype.itemsize == 1:
+            # Not every backend supports fp8.
+            to, part = to.view(torch.uint8), part.view(torch.uint8)
+        dist.all_gather_into_tensor(to, part, group=group)
         return whole
 
     @staticmethod

@@ -29,6 +29,8 @@ from ..operands import Exchange
 
 #: The most ranks of an exchange: the GPUs of one host.
 MOST_RANKS = 8
+#: The most objects that are kept with a memory, one for each size of a product.
+MOST_VIEWS = 1024
 #: Microseconds that a kernel counts in a second, in the interpreter.
 KERNEL_MICROSECONDS = 2000
 
@@ -71,8 +73,9 @@ class Seconds:
 def set_timeout(seconds: float) -> None:
     """Set how long the kernels of this module's products wait for another rank; the default is 30 seconds.
 
-    The time is approximate. If a rank arrives later, the results are wrong, and the next call, or
-    `gemmery.distributed.check`, raises an error on the ranks that waited for it.
+    The time is approximate, and a product waits up to three times for a rank that does not come. If a rank arrives
+    later, the results are wrong, and the next call, or `gemmery.distributed.check`, raises an error on the ranks that
+    waited for it.
 
     Args:
         seconds: above 0, and finite.
@@ -107,6 +110,15 @@ class Memory:
 
     def __post_init__(self) -> None:
         self.failed = self.failures.numpy()
+
+    def view(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What was made from the buffers for a key, or is made now."""
+        found = self.views.get(key)
+        if found is None:
+            if len(self.views) >= MOST_VIEWS:
+                self.views.clear()
+            found = self.views[key] = make()
+        return found
 
 
 class Shared:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._prims_common import make_contiguous_strides_for
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
@@ -86,7 +88,14 @@ class _Overlapping(nn.Module):
 
     def _output(self, y: Tensor, placement: Placement) -> Tensor:
         how = self.overlap
-        return y if how.is_local else DTensor.from_local(y, how.mesh, [placement], run_check=False)
+        if how.is_local:
+            return y
+        if placement != Shard(y.dim() - 1):
+            return DTensor.from_local(y, how.mesh, [placement], run_check=False)
+        # Ranks may have different numbers of columns.
+        y, shape = y.contiguous(), torch.Size([*y.shape[:-1], self.weight.shape[0]])
+        stride = make_contiguous_strides_for(shape)
+        return DTensor.from_local(y, how.mesh, [placement], run_check=False, shape=shape, stride=stride)
 
 
 class GathersInput(_Overlapping):
@@ -97,7 +106,12 @@ class GathersInput(_Overlapping):
 
     def forward(self, input: Tensor) -> Tensor:
         """This rank's columns of all rows, of this rank's rows."""
-        rows = cast(Shard, self.overlap.placement)
+        rows, ranks = cast(Shard, self.overlap.placement), self.overlap.mesh.size()
+        if isinstance(input, DTensor) and input.shape[rows.dim] % ranks:
+            raise ValueError(
+                f"ColwiseParallel: input is {tuple(input.shape)}; with overlap=True its dimension {rows.dim} must be a "
+                f"multiple of the {ranks} ranks"
+            )
         y = self._computed(all_gather_linear, input, rows, gather_dim=rows.dim)
         return self._output(y, Shard(y.dim() - 1))
 
@@ -143,7 +157,8 @@ def overlapping(
 
     Raises:
         TypeError: it is not a linear layer, or it is a subclass with its own `forward`.
-        ValueError: the placement does not suit this kind, or the mesh has more than one dimension.
+        ValueError: the placement does not suit this kind, the mesh has more than one dimension, or ranks would have
+            different numbers of columns of the weight.
     """
     own = type(module)
     is_dense = isinstance(module, nn.Linear) and own.forward in (nn.Linear.forward, Linear.forward)
@@ -157,6 +172,13 @@ def overlapping(
         raise ValueError(f"{style}: {kind.ARGUMENT} is {placement}; with overlap=True it must be {text}")
     if mesh.ndim != 1:
         raise ValueError(f"{style}: the mesh has {mesh.ndim} dimensions; with overlap=True it must have one")
+    columns = cast(Tensor, module.weight).shape[1]
+    if kind.SHARDED == 1 and columns % mesh.size():
+        # Ranks would choose different kernels, which then wait for each other in vain.
+        raise ValueError(
+            f"{style}: the weight has {columns} columns; with overlap=True they must be a multiple of the "
+            f"{mesh.size()} ranks"
+        )
     how: dict[str, Any] = {}
     if isinstance(module, Linear):
         how["precision"] = module.precision

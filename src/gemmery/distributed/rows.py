@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -141,9 +142,7 @@ def arriving(op: str, x: Tensor, shared: Shared, apart: bool) -> Iterator[Arrivi
     apart = apart and place == 0 and x.is_contiguous()
     # Otherwise also the properties that select the kernel which copies the shard.
     key = (rows, columns, x.dtype, *(() if apart else (x.stride(), place)))
-    views = memory.views.get(key)
-    if views is None:
-        views = memory.views[key] = _rows(shared, memory, x, apart)
+    views: _Rows = memory.view(key, lambda: _rows(shared, memory, x, apart))
     patience = shared.patience
     views.begin(x, patience)
     own = x if apart else views.shards[shared.rank]
@@ -227,11 +226,9 @@ class PartialSums:
         self._shared = shared
         self._memory = shared.memory(op, PARTIALS, words_of(shared.ranks * rows, columns, dtype))
         key = rows, columns, dtype
-        views = self._memory.views.get(key)
-        if views is None:
-            views = self._memory.views[key] = _partials(shared, self._memory, rows, columns, dtype)
-        self._views: Partials = views
-        self.received = views.received
+        make = functools.partial(_partials, shared, self._memory, *key)
+        self._views: Partials = self._memory.view(key, make)
+        self.received = self._views.received
         # The data that is being sent, which the allocator must not reuse.
         self._sent: list[Tensor] = []
 
@@ -316,9 +313,7 @@ def collected(op: str, results: Sequence[Tensor], shared: Shared) -> tuple[Tenso
     sizes = [-(-words_of(1, x.numel(), x.dtype) // 4) * 4 for x in results]
     memory = shared.memory(op, RESULTS, sum(sizes))
     key = tuple([(x.shape, x.dtype) for x in results])
-    views = memory.views.get(key)
-    if views is None:
-        views = memory.views[key] = _results(shared, memory, results, sizes)
+    views: _Results = memory.view(key, lambda: _results(shared, memory, results, sizes))
     for x, each in zip(results, views.shards, strict=True):
         each[shared.rank].copy_(x.reshape(-1))
     views.begin(shared.patience)

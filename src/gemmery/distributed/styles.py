@@ -82,7 +82,7 @@ class RowwiseParallel(torch_styles.RowwiseParallel):
         input_layouts, output_layouts, use_local_output: as torch's.
         overlap: send partial sums while the layer multiplies: with `linear_all_reduce` if `output_layouts` is
             `Replicate()`, and with `linear_reduce_scatter` if it is `Shard(dim)`. This requires the default
-            `input_layouts`.
+            `input_layouts`, and a weight whose columns the ranks divide.
 
     Example: see `ColwiseParallel`.
     """
