@@ -42,6 +42,7 @@ from gemmery import epilogues  # noqa: E402
 from gemmery.lab import random_products, timing  # noqa: E402
 from gemmery.lab.peers import OURS  # noqa: E402
 from gemmery.lab.results import describe_run  # noqa: E402
+from gemmery.product import cache  # noqa: E402
 from gemmery.tuning.stopwatch import Stopwatch  # noqa: E402
 
 BF16 = torch.bfloat16
@@ -192,13 +193,17 @@ class Buffer:
         return self.whole[: row.M * row.N].view(row.M, row.N)
 
 
-def candidates(row: Row, given: Inputs, ranks: Ranks, buffer: Buffer | None) -> dict[str, Call]:
+def candidates(
+    row: Row, given: Inputs, ranks: Ranks, buffer: Buffer | None, pinned: list[str]
+) -> dict[str, Call]:
     """By name, functions that compute the row's product with one of the copies of the weight."""
     # A bias is added on one rank, and what comes behind the sum is one kernel.
     bias = given.bias if ranks.rank == 0 else None
 
-    def ours(i: int) -> Tensor:
-        how = {} if given.residual is None else {"epilogue": epilogues.residual, "args": (given.residual,)}
+    def ours(i: int, config: str | None = None) -> Tensor:
+        how: dict[str, Any] = {"config": config}
+        if given.residual is not None:
+            how |= {"epilogue": epilogues.residual, "args": (given.residual,)}
         return gemmery.distributed.linear_all_reduce(
             given.x, given.own[i % len(given.own)], given.bias, group=dist.group.WORLD, **how
         )
@@ -224,6 +229,7 @@ def candidates(row: Row, given: Inputs, ranks: Ranks, buffer: Buffer | None) -> 
         return finished(function(product(i, buffer.of(row)), "sum", buffer.group))
 
     calls: dict[str, Call] = {OURS: ours}
+    calls |= {f"gemmery {config}": partial(ours, config=config) for config in pinned}
     for name, product in (("cublas", cublas), ("gemmery", unfused)):
         calls[f"{name} + nccl"] = partial(by_group, product)
         if buffer is None or (product is unfused and not row.code):
@@ -270,10 +276,11 @@ def graph_rounds(
 def eager_rounds(
     calls: dict[str, Call], ranks: Ranks, rounds: int, order: random.Random, count: int = EAGER
 ) -> list[timing.Round]:
-    """Seconds of a call from the host, of so many in a row."""
+    """Seconds of a call from the host, of so many in a row; on a CPU, of one."""
+    count, before = (count, 10) if ranks.on_gpu else (1, 0)
 
     def figure(name: str) -> float:
-        for i in range(10):
+        for i in range(before):
             calls[name](i)
         ranks.wait()
         begun = time.perf_counter()
@@ -318,7 +325,7 @@ def measure(
     wants = [wanted(given, given.dense[0], ranks)]
     wants.append(wanted(given, given.own[0], ranks) if row.code else wants[0])
     entry: dict[str, Any] = row._asdict() | {"calls": given.calls, "copies": len(given.own), "facts": {}}
-    calls = candidates(row, given, ranks, buffer)
+    calls = candidates(row, given, ranks, buffer, args.config)
     for name, call in list(calls.items()):
         failure = ""
         try:
@@ -336,6 +343,8 @@ def measure(
             del calls[name]
         elif name == OURS and not (found["error"] < RIGHT and found["same_on_ranks"] and found["repeats"]):
             raise RuntimeError(f"{row.name}: {found}")
+        if name == OURS:
+            entry["config"] = configs()[-1:]
     order = random.Random(args.seed or 0)
     entry["seconds"] = {}
     if watch is not None:
@@ -345,14 +354,19 @@ def measure(
     return entry
 
 
+def configs() -> list[str]:
+    """Those of all products so far that are summed over ranks by a kernel, the last one last."""
+    return [str(x.plan.config) for x in cache._known.values() if x.plan.problem.a.is_summed]
+
+
 def report(entry: dict[str, Any]) -> str:
-    """Lines of an entry: times in microseconds, and the ratio to the fastest peer."""
-    lines = []
+    """Lines of an entry: the config, times in microseconds, and the ratio to the fastest peer."""
+    lines = [f"{entry['name']:32} {' '.join(entry['config'])}"]
     for regime, rounds in entry["seconds"].items():
         medians = {name: statistics.median(times[name] for times in rounds) for name in rounds[0]}
         lines.append(
             f"{entry['name']:32} {regime:6} "
-            + "  ".join(f"{name} {medians[name] * 1e6:.1f}" for name in (OURS, *PEERS) if name in medians)
+            + "  ".join(f"{name} {medians[name] * 1e6:.1f}" for name in medians)
         )
         others = {"cublas": best(rounds, "cublas"), "all": best(rounds, "")}
         for which, peer in others.items():
@@ -363,7 +377,7 @@ def report(entry: dict[str, Any]) -> str:
 
 def best(rounds: list[timing.Round], kind: str) -> str:
     """The peer of a kind that takes the least time."""
-    names = [name for name in rounds[0] if name != OURS and name.startswith(kind)]
+    names = [name for name in rounds[0] if name in PEERS and name.startswith(kind)]
     return min(names, key=lambda name: statistics.median(times[name] for times in rounds))
 
 
@@ -414,6 +428,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="of random rows, none without it; and of all random numbers")
     parser.add_argument("--count", type=int, default=8, help="random rows")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--config", action="append", default=[], help="time gemmery with a config, too")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no row after so many seconds")
     parser.add_argument("--limit", type=float, default=560, help="end all ranks after so many seconds")
     parser.add_argument("--output", type=Path)

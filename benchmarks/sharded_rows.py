@@ -221,10 +221,7 @@ def measure(row: Row, ranks: Ranks, watch: Stopwatch | None, args: Any) -> dict[
     if watch is not None:
         entry["seconds"]["graph"] = graph_rounds(captured, count, ranks, watch, args.rounds, order)
     eager = {name: call for name, call in calls.items() if name in (OURS, "cublas + nccl", "async_tp")}
-    together = FEW if row.M > 1024 else EAGER
-    if not ranks.on_gpu:
-        together = 1
-    entry["seconds"]["eager"] = eager_rounds(eager, ranks, args.rounds, order, together)
+    entry["seconds"]["eager"] = eager_rounds(eager, ranks, args.rounds, order, FEW if row.M > 1024 else EAGER)
     return entry
 
 
