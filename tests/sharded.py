@@ -1277,6 +1277,10 @@ def norms():
 # Of the helper itself
 
 
+def ready():
+    """Nothing, once this module is imported, which can take seconds."""
+
+
 def late():
     """One rank waits for the other, which does not come."""
     assert dist.get_rank() == 0, "the other rank"

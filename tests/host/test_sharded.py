@@ -198,6 +198,7 @@ def test_a_part_of_a_stacked_layers_output_is_refused():
 
 def test_a_hang_is_a_failure():
     own = processes.Ranks()
+    own(sharded.ready)
     with pytest.raises(
         processes.Failed, match=r"(?s)rank 0: not done in time.*AssertionError: the other rank"
     ):
