@@ -34,7 +34,7 @@ def test_the_highest_rung_that_takes_the_operands(monkeypatch, row, rung):
 
 @pytest.mark.parametrize(
     ("row", "dtype", "message"),
-    [(ROW, "bf16", "float16 matrices"), (dataclasses.replace(ROW, batch=(2,)), "fp16", "no batches")],
+    [(ROW, "bf16", "float16 matrices"), (dataclasses.replace(ROW, batch=(2,)), "fp16", "without batches")],
 )
 def test_what_no_rung_takes_is_left_out(row, dtype, message):
     with pytest.raises(peers.Unsuited, match=message):
