@@ -17,7 +17,7 @@ def keep(kept: dict[Any, V], key: Any, value: V) -> V:
     """The value, which is found again in `kept`; the older half goes when there are `KEPT` entries."""
     with _lock:
         if len(kept) >= KEPT:
-            for stale in list(kept)[: KEPT // 2]:
+            for stale in list(kept)[: max(1, KEPT // 2)]:
                 del kept[stale]
         kept[key] = value
     return value

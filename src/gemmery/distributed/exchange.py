@@ -25,12 +25,11 @@ from torch import Tensor
 
 from .. import __version__, devices
 from ..kernels.ranks import EMPTY
+from ..memo import keep
 from ..operands import Exchange
 
 #: The most ranks of an exchange: the GPUs of one host.
 MOST_RANKS = 8
-#: The most objects that are kept with a memory, one for each size of a product.
-MOST_VIEWS = 1024
 #: Microseconds that a kernel counts in a second, in the interpreter.
 KERNEL_MICROSECONDS = 2000
 
@@ -112,13 +111,9 @@ class Memory:
         self.failed = self.failures.numpy()
 
     def view(self, key: Any, make: Callable[[], Any]) -> Any:
-        """What was made from the buffers for a key, or is made now."""
+        """The object that belongs to a key, one for each size of a product; it is made at the first call."""
         found = self.views.get(key)
-        if found is None:
-            if len(self.views) >= MOST_VIEWS:
-                self.views.clear()
-            found = self.views[key] = make()
-        return found
+        return keep(self.views, key, make()) if found is None else found
 
 
 class Shared:
