@@ -8,7 +8,6 @@ from typing import Any, ClassVar, NamedTuple, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._prims_common import make_contiguous_strides_for
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
@@ -93,9 +92,10 @@ class _Overlapping(nn.Module):
         if placement != Shard(y.dim() - 1):
             return DTensor.from_local(y, how.mesh, [placement], run_check=False)
         # Ranks may have different numbers of columns.
-        y, shape = y.contiguous(), torch.Size([*y.shape[:-1], self.weight.shape[0]])
-        stride = make_contiguous_strides_for(shape)
-        return DTensor.from_local(y, how.mesh, [placement], run_check=False, shape=shape, stride=stride)
+        y, whole = y.contiguous(), torch.empty(*y.shape[:-1], self.weight.shape[0], device="meta")
+        return DTensor.from_local(
+            y, how.mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
+        )
 
 
 class GathersInput(_Overlapping):
