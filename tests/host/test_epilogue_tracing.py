@@ -793,3 +793,12 @@ def test_gradients_of_rows_that_are_not_the_products():
     (grad,) = torch.autograd.grad(results[1].sum() + results[2].sum(), r)
     (want,) = torch.autograd.grad(r.logsumexp(-1).sum() + (r * 3).sum(), r)
     torch.testing.assert_close(grad, want)
+
+
+@pytest.mark.filterwarnings("ignore:gemmery. torch runs this epilogue")
+def test_a_layer_norm_of_more_than_rows_is_torchs():
+    a, b = torch.randn(2, 5, 8), torch.randn(8, 6)
+    found = gemmery.matmul(a, b, epilogue=lambda acc: F.layer_norm(acc, acc.shape[-2:]))
+    torch.testing.assert_close(found, F.layer_norm(a @ b, (5, 6)))
+    with pytest.raises(RuntimeError, match=r"normalized_shape=\[5\]"):
+        gemmery.matmul(a, b, epilogue=lambda acc: F.layer_norm(acc, (5,)))

@@ -81,10 +81,9 @@ def _layer_norm(
     input: Tensor, normalized_shape: Any, weight: Tensor | None = None, bias: Tensor | None = None,
     eps: float = 1e-5, cudnn_enable: bool = True,
 ) -> Tensor:  # fmt: skip
-    if len(normalized_shape) != 1:
-        raise NotImplementedError(
-            f"layer_norm over {len(normalized_shape)} dimensions in an epilogue; use the last"
-        )
+    if tuple(normalized_shape) != input.shape[-1:]:
+        # Over several dimensions, or an error of torch.
+        return torch.layer_norm(input, normalized_shape, weight, bias, eps, cudnn_enable)
     wide = input if input.dtype in _WIDE else input.float()
     off = wide - wide.mean(-1, keepdim=True)
     normed = off * torch.rsqrt((off * off).mean(-1, keepdim=True) + eps)
