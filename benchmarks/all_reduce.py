@@ -344,7 +344,7 @@ def measure(
         elif name == OURS and not (found["error"] < RIGHT and found["same_on_ranks"] and found["repeats"]):
             raise RuntimeError(f"{row.name}: {found}")
         if name == OURS:
-            entry["config"] = configs()[-1:]
+            entry["config"] = configs(lambda a: a.is_summed)[-1:]
     order = random.Random(args.seed or 0)
     entry["seconds"] = {}
     if watch is not None:
@@ -354,9 +354,9 @@ def measure(
     return entry
 
 
-def configs() -> list[str]:
-    """Those of all products so far that are summed over ranks by a kernel, the last one last."""
-    return [str(x.plan.config) for x in cache._known.values() if x.plan.problem.a.is_summed]
+def configs(suits: Callable[[Any], bool]) -> list[str]:
+    """Those of all products by kernels so far whose first operand suits, the last one last."""
+    return [str(x.plan.config) for x in cache._known.values() if suits(x.plan.problem.a)]
 
 
 def report(entry: dict[str, Any]) -> str:

@@ -45,6 +45,7 @@ from benchmarks.all_reduce import (  # noqa: E402
     RIGHT,
     TIMED,
     Call,
+    configs,
     copies,
     eager_rounds,
     graph_rounds,
@@ -54,7 +55,6 @@ from benchmarks.sharded_rows_checks import wanted as checks_wanted  # noqa: E402
 from gemmery.lab import timing  # noqa: E402
 from gemmery.lab.peers import OURS  # noqa: E402
 from gemmery.lab.results import describe_run  # noqa: E402
-from gemmery.product import cache  # noqa: E402
 from gemmery.tuning.stopwatch import Stopwatch  # noqa: E402
 
 #: What computes all of a row, besides gemmery; and parts of it.
@@ -185,11 +185,6 @@ def facts(call: Call, want: Tensor, ranks: Ranks) -> dict[str, Any]:
     return {"error": error, "repeats": not differs}
 
 
-def configs() -> list[str]:
-    """Those of all products so far whose rows come in shards, the last one last."""
-    return [str(x.plan.config) for x in cache._known.values() if x.plan.problem.a.arrives]
-
-
 def measure(row: Row, ranks: Ranks, watch: Stopwatch | None, args: Any) -> dict[str, Any]:
     """One row's entry."""
     given = inputs(row, ranks, args.seed)
@@ -212,7 +207,7 @@ def measure(row: Row, ranks: Ranks, watch: Stopwatch | None, args: Any) -> dict[
             del calls[name]
         elif name == OURS and not (found["error"] < RIGHT and found["repeats"]):
             raise RuntimeError(f"{row.name}: {found}")
-    entry["config"] = configs()[-1:]
+    entry["config"] = configs(lambda a: a.arrives)[-1:]
     del want
     order = random.Random(args.seed)
     captured = {name: call for name, call in (calls | parts).items() if name != "async_tp"}
