@@ -96,9 +96,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if places[test] % mark.args[0]:
                 item.add_marker("exhaustive")
             places[test] += 1
-    # The garbage collector need not look at what the imports made: with torch and transformers each pass takes .2 s.
-    gc.collect()
-    gc.freeze()
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not on_gpu:
         return
@@ -110,7 +107,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Workers must not share a group of tests, which would set up its processes and tables once in each of them."""
+    """Make the garbage collector quick, and check that a group of tests runs in one worker, which sets it up once."""
+    # With torch and transformers imported, each pass over all objects takes 0.2 s.
+    gc.collect()
+    gc.freeze()
     if not session.config.getoption("loadgroup", False):
         return
     grouped = [item for item in session.items if item.get_closest_marker("xdist_group")]

@@ -125,7 +125,7 @@ def layer_norm(acc, gain):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("function", [rms_norm, layer_norm])
 def test_norms(function, dtype):
-    """Of whole rows, which one tile holds: with a number of columns that it does not fill, and gradients."""
+    """A tile contains whole rows, also where the columns do not fill it. Gradients are those of torch."""
     for n in (48, 64) if DRY else (64, 200, 256):
         a, b = operands(size(300), n, size(512), "NN", dtype)
         gain = values((n,), dtype)

@@ -48,7 +48,7 @@ def padded(rows: int, columns: int, bits: int) -> tuple[int, int]:
 
 
 def runs(order: Order, bits: int) -> tuple[tuple[tuple[int, int, int], ...], ...]:
-    """Of each number of a word, its bits that are adjacent: the first one, their mask, and where it lies.
+    """The runs of adjacent bits of each number of a word: the first bit, a mask, and the position in the word.
 
     Example:
         >>> runs(in_turn(8), 8)
