@@ -315,4 +315,4 @@ def graphs():
         pytest.raises(RuntimeError, match="can't be allocated while a graph is captured"),
         torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"),
     ):
-        shared.exchange("test", 2 * shared._memories[-1].size)
+        shared.exchange("test", 2 * shared._memories["sums"][-1].size)

@@ -126,7 +126,8 @@ def layer_norm(acc, gain):
 @pytest.mark.parametrize("function", [rms_norm, layer_norm])
 def test_norms(function, dtype):
     """A tile contains whole rows, also where the columns do not fill it. Gradients are those of torch."""
-    for n in (48, 64) if DRY else (64, 200, 256):
+    # Tiles of float32 have at most 64 columns.
+    for n in (48, 64) if DRY or dtype == torch.float32 else (64, 200, 256):
         a, b = operands(size(300), n, size(512), "NN", dtype)
         gain = values((n,), dtype)
         assert_right(
