@@ -1,5 +1,6 @@
 """Every kernel compiled for every target that it is for: a sample of what `make test-all` compiles with all configs."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -104,6 +105,7 @@ WAITING = {
     "own apart": ("arriving_apart", "128x256x64-g0-w8-s4-cooperative-descriptor"),
     "own apart, swapped": ("arriving_apart", "256x128x64-g0-w8-s4-cooperative-descriptor-swap"),
     "received": ("received", "256x128x64-g0-w8-s4-cooperative-descriptor-swap"),
+    "without Gluon": ("arriving", "128x128x64-g8-w8-s3-tile-descriptor"),
 }
 
 every_target = pytest.mark.parametrize("target", TARGETS)
@@ -226,8 +228,8 @@ def test_thin_products_in_registers(name):
 def test_waiting_for_other_ranks(name):
     fused, config = WAITING[name]
     compiled = compile_posed("sm_90", fused, "bf16", config, 4096)
-    check("sm_90", compiled, "gemm_any_width", "wgmma.mma_async")
+    check("sm_90", compiled, "gemm_tiles" if "-tile-" in config else "gemm_any_width", "wgmma.mma_async")
     # What other GPUs have written is seen before tensor maps load it.
     text = compiled.asm["ptx"]
-    assert "ld.acquire.sys" in text
+    assert re.search(r"(ld|atom)\S*acquire\S*sys|(ld|atom)\S*sys\S*acquire", text)
     assert "fence.proxy.async;" in text

@@ -39,7 +39,7 @@ def test_products(ranks, function):
 @pytest.mark.parametrize("config", CONFIGS)
 def test_schedules(ranks, config):
     # Tiles of any width must not overlap here.
-    ranks(summed.configs, (config,), 64 if "cooperative" in config else 40)
+    ranks(summed.configs, (config,), 64 if "cooperative" in config else 72)
 
 
 @pytest.mark.parametrize("kind", summed.KINDS)

@@ -193,6 +193,10 @@ def arrived(places, inside, end, broken, failed, RANK: tl.constexpr):
         while is_any(bits == EMPTY) & (left > 0):
             bits = tl.load(places, mask=inside, other=0, volatile=True)
             left -= 1
+        # Of threads with the same element, one votes; the others may not have seen the number yet.
+        unseen = inside & (bits == EMPTY)
+        bits = tl.where(unseen, tl.load(places, mask=unseen, other=0, volatile=True), bits)
+        tl.debug_barrier()
     missing = bits == EMPTY
     # Later blocks then do not wait.
     tl.store(broken + bits * 0, 1, mask=missing)

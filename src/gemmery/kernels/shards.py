@@ -12,7 +12,9 @@ import triton
 import triton.language as tl
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
+from triton.language.target_info import cuda_capability_geq
 
+from .numerics import INTERPRETED
 from .ranks import LOOKS, time_now
 
 #: See `dialect.in_gluon`.
@@ -85,6 +87,11 @@ def wait_for(flag, call, failed, rank, patience):
         while (left > 0) & (looks > 0):
             left = call - tl.atomic_add(flag, 0, sem="acquire", scope="sys")
             looks -= 1
+        if not INTERPRETED and cuda_capability_geq(9, 0):
+            # Later loads through tensor maps see it, too.
+            left = tl.inline_asm_elementwise(
+                "fence.proxy.async; mov.b32 $0, $1;", "=r,r", [left], dtype=tl.int32, is_pure=False, pack=1
+            )
     if left > 0:
         tl.store(tl.cast(failed, tl.pointer_type(tl.int32)), rank + 1)
         # Later tiles then do not wait.
