@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch._inductor.select_algorithm import ExternKernelCaller
 from torch._inductor.utils import fresh_cache
 
 import gemmery.compile
-from gemmery.compile import choice
+from gemmery.compile import choice, finalists
 from gemmery.product import prepare
 from tests.choosing import ONLY, OPTIONS, addmm, cases, close, compiled, mm, offers, operands
 
@@ -114,7 +115,7 @@ def test_the_fastest_is_chosen_and_its_time_shown(ours, monkeypatch, capfd):
 
 def test_the_first_time_of_torch_may_be_wrong(monkeypatch):
     """It is measured again, in turn with gemmery. The second product has its times from Inductor's cache."""
-    rest = {"gemmery_mm": iter((3.0, 2.9)), "mm": iter((9.0, 2.5, 2.0))}
+    rest = {"gemmery_mm": iter((4.0, 3.0, 2.9)), "mm": iter((9.0, 2.5, 2.0))}
     monkeypatch.setattr(ExternKernelCaller, "benchmark", lambda self, *_, **__: next(rest[self.name]))
     a, b, _, _ = operands(m=56)
     _, code = compiled(lambda a, b, c: (torch.mm(a, b), torch.mm(c, b)), a, b, a * 2)
@@ -137,7 +138,7 @@ def test_each_of_torchs_kernels_is_measured_again(mm_again, other, monkeypatch):
     ours.record = gemmery.compile.Offer("addmm", (8, 8, 8), torch.bfloat16, ((8, 1), (8, 1)))
     times = {"addmm": mm_again, "bias_addmm": other, "gemmery_addmm": 2.0}
     monkeypatch.setattr(ExternKernelCaller, "benchmark", lambda self, *_, **__: times[self.name])
-    found = {kernels["addmm"]: 3.0, kernels["bias_addmm"]: 3.0, ours: ours.benchmark(out=None)}
+    found = {kernels["addmm"]: 3.0, kernels["bias_addmm"]: 3.0, ours: ours.benchmark(out=torch.empty(0))}
     choice.measured(found)
     assert [found[one] for one in kernels.values()] == pytest.approx([mm_again, other, 2.04])
     assert ours.record.times == pytest.approx({name: x / 1e3 for name, x in times.items()})
@@ -155,9 +156,36 @@ def test_a_kernel_of_torch_that_fails_leaves_gemmery_its_time(monkeypatch):
         return 2.0
 
     monkeypatch.setattr(ExternKernelCaller, "benchmark", benchmark)
-    found = {fails: math.inf, ours: ours.benchmark(out=None)}
+    found = {fails: math.inf, ours: ours.benchmark(out=torch.empty(0))}
     choice.measured(found)
     assert found == {fails: math.inf, ours: pytest.approx(2.04)}
+
+
+class Timed:
+    """A choice with the time of the host and of the GPU, in seconds."""
+
+    def __init__(self, host, gpu):
+        self.host, self.gpu = host, gpu
+
+
+def test_the_host_takes_no_part_in_cuda_graphs(monkeypatch):
+    """The fastest on the GPU is the fastest, though its launch takes longer."""
+    ours, torchs = Timed(20e-6, 8e-6), Timed(30e-6, 12e-6)
+    quick, slow, third = Timed(5e-6, 11e-6), Timed(5e-6, 13e-6), Timed(5e-6, 90e-6)
+    fails = Timed(0, math.inf)
+    times = {x: (x.host + x.gpu) * 1e3 for x in (third, ours, torchs, fails, quick, slow)}
+    asked = []
+
+    def measures(choices, args, out):
+        asked.extend(choices)
+        return {x: lambda x=x: x.gpu for x in choices}
+
+    monkeypatch.setattr(finalists, "_on_the_gpu", measures)
+    with torch._inductor.config.patch({"triton.cudagraphs": True}):
+        again = finalists.seconds(ours, [torchs, fails], times, (), SimpleNamespace(is_cuda=True))
+    assert set(asked) == set(again) == {ours, torchs, quick, slow}
+    # The host's part is that of the fastest template for all.
+    assert again == {x: pytest.approx(5e-6 + x.gpu) for x in again}
 
 
 def _declined():

@@ -7,7 +7,6 @@ Importing this file registers the kernels, which is why compiled code imports it
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -27,16 +26,15 @@ from ..api import addmm, bmm, matmul
 from ..layout import make_problem
 from ..problem import Problem
 from ..tuning.warm import fitted
+from . import finalists
 from .record import PREFIX, Offer, offered
 from .tag import is_tagged
 
 #: In other types, gemmery is at most as fast as torch.
 TYPES = (torch.float16, torch.bfloat16)
-#: gemmery is chosen where the fastest other kernel takes longer by more than this share. A time that is measured once
-#: is off by about as much.
+#: gemmery is chosen where the fastest other kernel takes longer by more than this share, which is about the error of a
+#: time.
 MARGIN = 0.02
-#: Measurements of torch's kernels and of gemmery's, in turn.
-TURNS = 2
 
 
 def _mm(a: Tensor, b: Tensor, *, out: Tensor) -> None:
@@ -90,6 +88,8 @@ class _Caller(ExternKernelCaller):
         super().__init__(CHOICES[same.choice.name], same.input_nodes, same.layout, same.kwargs)
         self.torchs = torchs
         self.record = record
+        #: The inputs and the output with which Inductor measured it; None if it did not.
+        self.given: tuple[Sequence[Any], Tensor] | None = None
 
     def precompile(self) -> None:
         """Compile the kernel. Inductor asks for it in a thread, while its templates are compiled in other processes."""
@@ -101,18 +101,24 @@ class _Caller(ExternKernelCaller):
             fitted(self.problem())
 
     def benchmark(self, *args: Any, out: Tensor) -> float:
-        """The least time in milliseconds of a few turns, in which torch's kernels are measured again.
+        """The time in milliseconds as Inductor measures it."""
+        self.given = args, out
+        return super().benchmark(*args, out=out)  # type: ignore[no-any-return,no-untyped-call]
 
-        Inductor measures torch's kernels first, when the GPU has waited for the compiler: its clock may be low, or it
-        has power to spare. First times of one kernel in two processes were up to 13 percent apart.
+    def settle(self, times: dict[Any, float]) -> None:
+        """Replace the times of the kernels that may be the fastest by new ones, in milliseconds; see `finalists`.
+
+        The times of an equal product are Inductor's, from its cache; they are replaced by the same new ones.
         """
-        ours, again = math.inf, dict.fromkeys((choice.name for choice in self.torchs), math.inf)
-        for _ in range(TURNS):
-            for choice in self.torchs:
-                again[choice.name] = min(again[choice.name], _seconds(choice, *args, out=out))
-            ours = min(ours, super().benchmark(*args, out=out))  # type: ignore[no-untyped-call]
-        self.record.again = again
-        return ours
+        given, self.given = self.given, None
+        if given is not None:
+            again = finalists.seconds(self, self.torchs, times, *given)
+            self.record.again = {choice.name: seconds for choice, seconds in again.items()}
+        for choice in times:
+            if choice.name in self.record.again:
+                times[choice] = self.record.again[choice.name] * 1e3
+        self.record.times = {choice.name: milliseconds / 1e3 for choice, milliseconds in times.items()}
+        times[self] *= 1 + MARGIN
 
     def problem(self) -> Problem:
         """The product as the selector knows it; Inductor's tensors are aligned."""
@@ -135,14 +141,6 @@ class _Caller(ExternKernelCaller):
             kwargs=self.kwargs,
         )
         return ir.TensorBox.create(kernel)
-
-
-def _seconds(torchs: ExternKernelCaller, *args: Any, out: Tensor) -> float:
-    """The time of one of torch's kernels; infinite for one that can't run, which Inductor has reported before."""
-    try:
-        return float(torchs.benchmark(*args, out=out)) / 1e3
-    except (NotImplementedError, RuntimeError):
-        return math.inf
 
 
 def _meta(size: Iterable[Any], stride: Iterable[Any], dtype: torch.dtype) -> Tensor:
@@ -205,14 +203,8 @@ def _are_known(numbers: Iterable[Any]) -> bool:
 def measured(times: dict[Any, float], *_: Any) -> None:
     """Keep what was measured, and leave to Inductor the times by which it is to choose, in milliseconds.
 
-    Inductor has printed the times, and chooses by this dictionary. gemmery's time is raised by `MARGIN`. The times of
-    torch's kernels are replaced by those measured in turn with it.
+    Inductor has printed the times, and chooses by this dictionary. gemmery's time is raised by `MARGIN`.
     """
     for choice in list(times):
         if isinstance(choice, _Caller):
-            record = choice.record
-            for other in choice.torchs:
-                if other in times and other.name in record.again:
-                    times[other] = record.again[other.name] * 1e3
-            record.times = {x.name: milliseconds / 1e3 for x, milliseconds in times.items()}
-            times[choice] *= 1 + MARGIN
+            choice.settle(times)

@@ -22,12 +22,12 @@ class Offer:
         shape: M, N and K; before them the batch of a bmm.
         dtype: the type of the operands and of the result.
         strides: those of both matrices.
-        times: what Inductor measured, in seconds, by the name of the choice; infinite where one failed. Empty if it did
-            not measure, because there was a single choice.
+        times: the times by which Inductor chose, without the margin, in seconds, by the name of the choice; infinite
+            where one failed. Empty if it did not measure, because there was a single choice.
         count: how many products of this kind were compiled.
         used: how many of them call gemmery. If gemmery is the fastest and is not called, the difference is less than
             the margin, or a Triton template with fused operators was faster than gemmery followed by a separate kernel.
-        again: the times of torch's kernels, measured in turn with gemmery's; empty if Inductor's cache had the times.
+        again: those of the kernels that were measured again, in turn; empty if Inductor's cache had the times.
     """
 
     op: str
