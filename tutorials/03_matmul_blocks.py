@@ -47,7 +47,7 @@ At 8192, descriptors gain only 3 %: 2116 µs against 2043. The instructions and 
 clock. It runs copies of both kernels many times in a row and reads the clock once for each. With descriptors, the clock
 is lower: 1380 MHz instead of 1455 at 4096, and 1215 instead of 1380 at 8192. In that look, descriptors take 15 % less
 time at 4096 and 8 % less at 8192, but 20 % and 19 % fewer clocks. A GPU lowers its clock to stay within its power
-limit. So a kernel that keeps the tensor cores busier gives back a part of its gain.
+limit. So a kernel that multiplies more per clock may get fewer clocks, and gives back a part of its gain.
 
 *Where it loses.* A tile of 128 x 128 is small for Hopper. Each warpgroup (four warps, which share one instruction of
 Hopper's tensor cores) multiplies 64 x 128, and each number of w is used only 128 times. Rung 6 finds that twice the

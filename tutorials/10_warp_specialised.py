@@ -71,12 +71,12 @@ Warp specialization on GPUs: Bauer, Cook, Khailany, "CudaDMA", SC 2011. Cooperat
 NVIDIA, CUTLASS 3. The instructions: NVIDIA, "PTX ISA", wgmma and mbarrier.
 
 **What it gained, and why.** It is as fast as the library's kernel: 1.01, 1.02 and 1.01 times its speed at
-4096x4096x4096, 8192x8192x8192 and 1500x5760x2880, and 1.00, 1.04 and 0.98 of cuBLAS. Such small differences are within
-the spread: the record has the chosen tiles twice, and their times differ by up to 1.4 %. Rung 8 takes 4 to 5 % longer
-at 4096 and 8192, and 1 to 2 % less in the picture of speed over size. At other sizes, rung 8 can be much slower: this
-kernel reaches 0.97 of cuBLAS at 3072 and rung 8 reaches 0.76, and at 1024 they reach 0.94 and 0.54. No tile is best
-everywhere. For 1500x5760x2880, 176 columns fill three waves, and the tile of 256 takes 1.36 times as long. At 2048, the
-tile of 176 takes a fourth longer than those of 128 and 256.
+4096x4096x4096, 8192x8192x8192 and 1500x5760x2880, and 1.00, 1.04 and 0.98 of cuBLAS. Differences of 1 % are within the
+spread: the record has the chosen tiles twice, and their times differ by up to 1.4 %. Rung 8 takes 4 to 5 % longer at
+4096 and 8192 in this run, and 1 to 2 % less in the picture of speed over size. At other sizes, rung 8 can be much
+slower: this kernel reaches 0.97 of cuBLAS at 3072 and rung 8 reaches 0.76, and at 1024 they reach 0.94 and 0.54. No
+tile is best everywhere. For 1500x5760x2880, 176 columns fill three waves, and the tile of 256 takes 1.36 times as long.
+At 2048, the tile of 176 takes a fourth longer than those of 128 and 256.
 
 The number of waves is the first criterion for a product's tile. The loads of a stage are the second: L2 delivers a
 limited number of bytes per clock to a multiprocessor, and narrow tiles need more of them for their products. A step of
@@ -86,9 +86,9 @@ every product of the table, it finds a tile within 1.5 % of the best one measure
 
 Taking turns hides an epilogue. At 4096x14336x4096, the product with bias and gelu in turns takes 721 µs with 176
 columns, 1 % more than the bare product with 714 µs. Shared, with 256 columns, it takes 757 µs. torch takes 839 µs for
-addmm and gelu, and rung 9 takes 752 µs. At 4096x4096x4096, the product with bias and gelu takes 215 µs in turns and 222
-µs shared. The choice of a tile ignores the epilogue and takes the shared one there. Rung 9 is faster, with 207 µs; the
-record does not show why. These times are in the table of rung 9.
+addmm and gelu, and rung 9 takes 752 µs. At 4096x4096x4096, the product with bias and gelu takes 215 µs in turns and
+222 µs shared. The choice of a tile ignores the epilogue and takes the shared one there. Rung 9 is faster, with 207 µs;
+the record does not show why. These times are in the table of rung 9.
 
 *Where it loses.* Rows of a and w should begin at multiples of 128 bytes. At 4001x4104x4088 a row has 8176 bytes. Then
 most pieces of 128 bytes that the TMA unit fetches lie in two cache lines. The kernel takes 302 µs: 0.71 of cuBLAS and
