@@ -14,18 +14,18 @@ would run past the end. A *mask* selects the elements that exist. Masked element
 
 How fast can it be? Each element costs 12 bytes of traffic (two loads and one store of four bytes) and one addition. A
 GPU does hundreds of additions in the time of one such transfer, so memory bandwidth alone decides. So compare the
-kernel with a plain copy on the same machine in the same run: no kernel moves bytes faster than one that does nothing
-else. This simple kernel is as fast as the copy, so later rungs cannot gain anything on large vectors. Matrix products,
-from rung 3 on, are different.
+kernel with a plain copy on the same machine in the same run: no kernel moves bytes much faster than one that does
+nothing else. This simple kernel is as fast as the copy, so later rungs cannot gain anything on large vectors. Matrix
+products, from rung 3 on, are different.
 
 Further reading. The programming model: Tillet, Kung, Cox, "Triton: An Intermediate Language and Compiler for Tiled
 Neural Network Computations", MAPL 2019. The limits of a machine: Williams, Waterman, Patterson, "Roofline", CACM 2009.
 
-**What it gained, and why.** On an H100, the kernel moves 3.0 TB/s if the vector is long, as much as a plain copy.
-Nothing is left to gain.
+**What it gained, and why.** On an H200, the kernel moves 4.2 TB/s if the vector is long, as much as torch's addition
+and 2 % more than a plain copy. Nothing is left to gain.
 
-*Where it loses.* 2**20 elements are 12.6 MB, which take 4 µs at that rate. The kernel and the copy both take 10 µs. The
-rest is the latency of the launch and of the memory, and the tail of the last programs.
+*Where it loses.* 2**20 elements are 12.6 MB, which take 3 µs at that rate. The kernel, torch's addition and the copy
+all take 8 µs. The rest is the latency of the launch and of the memory, and the tail of the last programs.
 """
 
 from collections.abc import Callable, Sequence

@@ -36,19 +36,24 @@ With these versions, the figures of rungs 3 and 4 are less comparable.)
 Blocking for each level of memory: Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication",
 TOMS 2008. For GPUs: NVIDIA's CUTLASS.
 
-**What it gained, and why.** The first kernel reaches 0.82 of cuBLAS at 4096x4096x4096, with only the tensor cores and
-the compiler's pipeline. `benchmarks/ladder_code.py` prints the compiled code of both windows. With block pointers, each
-thread copies eight times 16 bytes per step; with descriptors, one thread requests two blocks from the TMA unit. The
-products are the same. So the difference at 4096, 245 µs against 227 µs, is the cost of copying by threads: 7 %.
+**What it gained, and why.** The first kernel reaches 0.81 of cuBLAS at 4096x4096x4096 and 0.80 at 8192x8192x8192, with
+only the tensor cores and the compiler's pipeline. `benchmarks/ladder_code.py` prints the compiled code of both windows.
+With block pointers, each thread copies eight times 16 bytes per step; with descriptors, one thread requests two blocks
+from the TMA unit. The products are the same. So the difference at 4096, 253 µs against 220 µs, is the cost of copying
+by threads: 13 %.
 
-*Where it loses.* At 8192, the kernel with descriptors is the slower one: 2235 µs against 2058. Its instructions and
-bytes per tile are the same as at 4096, so they do not explain this. The cause is not known. On an H200, which has
-faster memory, it was the faster one at 8192, too.
+At 8192, descriptors gain only 3 %: 2116 µs against 2043. The instructions and the bytes of a tile are the same as at
+4096. A separate look on an H200, `benchmarks/results/looks/rung3_windows-fp16.json`, shows a part of the cause: the
+clock. It runs copies of both kernels many times in a row and reads the clock once for each. With descriptors, the clock
+is lower: 1380 MHz instead of 1455 at 4096, and 1215 instead of 1380 at 8192. In that look, descriptors take 15 % less
+time at 4096 and 8 % less at 8192, but 20 % and 19 % fewer clocks. A GPU lowers its clock to stay within its power
+limit. So a kernel that multiplies more per clock may get fewer clocks, and gives back a part of its gain.
 
-A tile of 128 x 128 is small for Hopper. Each warpgroup (four warps, which share one instruction of Hopper's tensor
-cores) multiplies 64 x 128, and each number of w is used only 128 times. Rung 6 finds that twice the width gains more
-than any earlier change. For small products, the small tile is better: at 2048 there are 256 of them for 132
-multiprocessors, but only 128 wide ones.
+*Where it loses.* A tile of 128 x 128 is small for Hopper. Each warpgroup (four warps, which share one instruction of
+Hopper's tensor cores) multiplies 64 x 128, and each number of w is used only 128 times. Rung 6 finds that twice the
+width makes its kernel 1.16 times as fast. For small products, the small tile is better: at 1024 there are 64 of them
+for 132 multiprocessors, but only 32 wide ones. This rung reaches 0.67 of cuBLAS there, and rung 8, which has only the
+wide tile, reaches 0.54 of cuBLAS.
 """
 
 import warnings

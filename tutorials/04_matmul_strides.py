@@ -33,7 +33,7 @@ that rung 3 supports, this rung is not faster. Its gain is generality.
 Every Triton or CUDA kernel has such strides and masks. BLAS libraries for CPUs solve the same problem by packing: Van
 Zee and van de Geijn, "BLIS: A Framework for Rapidly Instantiating BLAS Functionality", TOMS 2015.
 
-**What it gained, and why.** It accepts any matrix, and takes 5 to 10 % longer for matrices that rung 3 accepts too.
+**What it gained, and why.** It accepts any matrix, and takes 4 to 6 % longer for matrices that rung 3 accepts too.
 `benchmarks/ladder_code.py` shows why: the copies are the same, eight times 16 bytes. But a step has 102 other
 instructions instead of 66: the masks, and the increments of 64-bit pointers.
 
@@ -41,7 +41,7 @@ instructions instead of 66: the masks, and the increments of 64-bit pointers.
 addresses. Each number is loaded separately: 64 loads of 2 bytes and 64 writes to shared memory replace eight copies.
 The loads pass through registers, and a thread uses all 255. So nothing is loaded while the tensor cores work: shared
 memory holds a single step, and each step waits for all of its products. cuBLAS has the same problem. It takes five
-times as long as at 4096, and this kernel reaches 0.90 of its speed. *If you choose the sizes, choose multiples of 8.*
+times as long as at 4096, and this kernel reaches 0.88 of its speed. *If you choose the sizes, choose multiples of 8.*
 """
 
 from collections.abc import Callable, Sequence

@@ -31,20 +31,29 @@ hardly matters. It matters more with larger matrices and a smaller cache.
 
 CUTLASS calls this order threadblock swizzling. In Triton's tutorials it is called grouped ordering or super-grouping.
 
-**What it gained, and why.** The order saves bytes. It saves time only if the kernel waits for these bytes.
-`gemmery order` simulates the cache. At 16384x16384x2048, groups of 8 read 1.1 GB from memory, and row-by-row order
-reads 8.5 GB. An H100 can't read 8.5 GB in the 2.3 ms that the tensor cores take, so the order gains time: 2619 µs row
-by row, 2302 µs in groups of 16. At 8192x8192x8192, row-by-row order reads 4.4 GB, three times as much as groups of 8,
-but that takes only 1.5 ms of a product of 2.3 ms. The tensor cores take longer and hide the time of the memory. All
-group heights are within 4 % of each other.
+**What it gained, and why.** The order saves bytes, and at 16384x16384x2048 it saves time. At smaller sizes it gains
+little, and the rung is slower than rung 4.
 
-*Where it loses.* At 4096, the kernel takes 6 % longer than rung 4. L2 nearly holds both operands, so there is nothing
-to gain, but each program first has to compute the place of its tile.
+`gemmery order 16384 16384 2048 --tile 128x128x64 --programs 264` simulates the cache, for two programs on each of 132
+multiprocessors. Row-by-row order reads 4.3 GB from memory, groups of 8 read 1.0 GB, and groups of 16 read 0.6 GB. The
+product takes 2631 µs row by row, 2369 µs in groups of 8, and 2317 µs in groups of 16, which is 12 % less. The bandwidth
+of the memory alone does not explain this: an H200 reads 4.3 GB in 1.0 ms, less than half of the time of the product.
+Groups of 32 read the fewest bytes, 0.3 GB, and take 2511 µs. The record does not show the cause of either.
 
-At 4001x4099x4093 it takes 1.6 times as long as rung 4. The cause is not the order, which rung 6 shares, but the code.
+At 8192x8192x8192, row-by-row order reads 2.3 GB, and groups of 8 read 1.45 GB. The memory delivers the 2.3 GB in a
+fourth of the product's 2.4 ms. All group heights are within 3 % of each other.
+
+*Where it loses.* The rung takes 7 % longer than rung 4 at 4096, and 5 % longer at 8192. The order explains at most a
+part of this at 4096, and nothing at 8192. Groups of 1 are the row-by-row order of rung 4: compared with groups of 8,
+they take 3 % less time at 4096, and 2 % more at 8192. The compiled code differs as well: a step has the same copies and
+products, but 114 other instructions instead of 102. In the picture of speed over size, where each call comes after a
+pause, the rung takes 5 to 6 % longer than rung 4 at all sizes up to 4096, and 1 % less at 8192.
+
+At 4001x4099x4093 it takes 1.5 times as long as rung 4. The cause is not the order, which rung 6 shares, but the code.
 Rung 4 just fits into the 255 registers that a thread can have. The tile's place takes a few more, and the compiler
 spills 64 bytes: each step reloads 15 registers from local memory before it can compute its addresses.
-`benchmarks/ladder_code.py` shows these loads as `LDL`, which reads local memory. Rung 6 fixes it with one line.
+`benchmarks/ladder_code.py` shows these loads as `LDL`, which reads local memory. Rung 6 avoids most of them with one
+line.
 """
 
 from collections.abc import Callable, Sequence

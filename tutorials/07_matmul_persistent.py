@@ -24,22 +24,24 @@ hide each other's beginning and end, are now one. So the tuner measures both way
 Persistent threads: Gupta, Stuart, Owens, "A Study of Persistent Threads Style GPU Programming for GPGPU Workloads",
 InPar 2012. Another solution for the last wave: Osama et al., "Stream-K", PPoPP 2023.
 
-**What it gained, and why.** It is 1.18 times as fast as rung 6 at 4096 and 1.29 times at 8192, and reaches 0.97 to
-0.98 of cuBLAS. The gain comes from flattening, not from the loop over tiles. With the same tile of 128 x 256 x 64 and
-3 stages, at 4096:
+**What it gained, and why.** It is 1.15 times as fast as rung 6 at 4096 and at 8192, and reaches 0.95 and 0.99 of
+cuBLAS. The gain comes from flattening, not from the loop over tiles. With the same tile of 128 x 256 x 64 and 3 stages,
+at 4096:
 
-    rung 6, a program a tile      240 µs
-    persistent, two loops         270 µs
-    persistent, flattened         198 µs        torch: 194 µs
+    rung 6, a program a tile      232 µs
+    persistent, two loops         268 µs
+    persistent, flattened         202 µs        torch: 189 µs
 
 With this tile, one program fills an SM, so the tensor cores are idle while it begins and ends. Persistent programs
 alone do not change this, and they keep the addresses of both loops in registers: all 255. Flattened, the copies of the
 next tile begin while the last ones of this tile are multiplied.
 
-*Where it loses.* With a tile of 128 x 128, two programs fit on an SM and hide each other's beginning and end. So
-flattening gains 3 % there, from 274 µs in rung 6 to 266. At 4001x4099x4093 the rung takes 1.1 times as long as rung 6:
-there, nothing is copied ahead, so flattening cannot help, and even a tile of 128 x 128 spills 904 bytes. At 3072 there
-are 288 tiles of 128 x 256. They form 2.2 waves, but take the time of 3: 0.74 of cuBLAS. Rung 10 solves this.
+*Where it loses.* With a tile of 128 x 128 and 3 stages, two programs fit on an SM and hide each other's beginning and
+end. So flattening gains only 2 % there, from 269 µs in rung 6 to 264. With 4 stages, only one program fits, and rung 6
+takes 330 µs. At 4001x4099x4093 the rung takes 1.1 times as long as rung 6: there, nothing is copied ahead, so
+flattening cannot help, and even a tile of 128 x 128 spills 904 bytes. At 3072 there are 288 tiles of 128 x 256. They
+form 2.2 waves, but take the time of 3: 0.74 of cuBLAS. Rung 10 solves this. At 1024 the rung reaches 0.49 of cuBLAS,
+and rung 6 reaches 0.65 of cuBLAS. The list has smaller tiles, but the record does not name the one that the tuner took.
 """
 
 import functools

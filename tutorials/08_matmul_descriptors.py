@@ -33,18 +33,20 @@ the compiler knows nothing about the strides. So each float16 number is loaded s
 
 TMA: NVIDIA, "H100 Tensor Core GPU Architecture", 2022. Persistent kernels on it: CUTLASS 3, DeepGEMM.
 
-**What it gained, and why.** It is 2 to 3 % faster than rung 7 at 4096 and 8192, and as fast as cuBLAS: the tensor cores
-are the limit. It also needs fewer registers: 156 registers instead of 255. A step has two requests to the TMA unit and
-101 other instructions, instead of 12 copies and 193. Rung 9 needs these registers for its epilogue.
+**What it gained, and why.** It is 3 % faster than rung 7 at 4096 and 1 % faster at 8192, and reaches 1.01 of cuBLAS at
+both sizes. Other runs of the record have 0.95 to 1.03 of cuBLAS at 4096. It also needs fewer registers: 156 registers
+instead of 255. A step has two requests to the TMA unit and 101 other instructions, instead of 12 copies and 193. Rung 9
+needs these registers for its epilogue.
 
-At 4001x4104x4088 it is four times as fast as rung 7. There, rows are multiples of 16 bytes, which is enough for the
-TMA unit. A kernel with pointers is compiled for strides that are multiples of 16 *numbers*, or for any strides. Here
-they are multiples of 8 numbers, so rung 7 loads each number separately.
+At 4001x4104x4088 it is almost five times as fast as rung 7. There, rows are multiples of 16 bytes, which is enough for
+the TMA unit. A kernel with pointers is compiled for strides that are multiples of 16 *numbers*, or for any strides.
+Here they are multiples of 8 numbers, so rung 7 loads each number separately.
 
-*Where it loses.* It has one tile, 128 x 256. At 1024 there are 32 tiles for 132 multiprocessors: 0.57 of cuBLAS. At
-4001x4104x4088 there are 544 tiles. They form 4.1 waves, but take the time of 5. This alone leaves 0.84 of cuBLAS, as
-the product with K = 4096 shows. In addition, a row has 8176 bytes, so most of the 128-byte pieces that the TMA unit
-loads lie in two cache lines. Together this leaves 0.71. Rung 10 shows the cost of such rows, and how cuBLAS avoids it.
+*Where it loses.* It has one tile, 128 x 256. At 1024 there are 32 tiles for 132 multiprocessors: 0.54 of cuBLAS. At
+4001x4104x4088 there are 544 tiles. They form 4.1 waves, but take the time of 5. This alone leaves 0.80 of cuBLAS, as
+the product with K = 4096 shows in the table of alignments of rung 10. In addition, a row has 8176 bytes, so most of the
+128-byte pieces that the TMA unit loads lie in two cache lines. Together this leaves 0.70 of cuBLAS. Rung 10 shows the
+cost of such rows, and how cuBLAS avoids it.
 """
 
 import functools

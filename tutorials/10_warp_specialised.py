@@ -44,7 +44,7 @@ of 64 columns.
 
 **Any width.** The tensor cores of Hopper multiply 64 rows of a by n rows of w, for every n that is a multiple of 8, up
 to 256 (`wgmma` of PTX). A tensor of Triton has a power of two of elements, so `tl.dot` offers only n = 8, 16 ... 256.
-Rung 8 is therefore slow if its tiles leave the last wave mostly empty. An H100 has 132 multiprocessors. A product of
+Rung 8 is therefore slow if its tiles leave the last wave mostly empty. An H200 has 132 multiprocessors. A product of
 1500x5760x2880 has 276 tiles of 128 x 256, which are 2.09 waves and take the time of 3. With 128 x 176 there are 396
 tiles: exactly 3.00 waves, of 0.69 of the width. cuBLAS uses this tile, too. Here the instruction is inline assembly. An
 accumulator is a tuple of tensors of 64 x 8. A thread has four numbers of each, in the order of the instruction's
@@ -70,43 +70,48 @@ roles begin.
 Warp specialization on GPUs: Bauer, Cook, Khailany, "CudaDMA", SC 2011. Cooperative and ping-pong kernels on Hopper:
 NVIDIA, CUTLASS 3. The instructions: NVIDIA, "PTX ISA", wgmma and mbarrier.
 
-**What it gained, and why.** It is as fast as the library's kernel: 1.00, 1.01 and 1.00 times its speed at
-4096x4096x4096, 8192x8192x8192 and 1500x5760x2880, and 0.99, 0.98 and 1.00 of cuBLAS. Rung 8 is as fast at 4096 and
-8192, but not at other sizes: this kernel reaches 0.95 of cuBLAS at 3072 and rung 8 reaches 0.76, and at 1024 they
-reach 0.98 and 0.57. No tile is best everywhere. For 1500x5760x2880, 176 columns fill three waves, and the tile of 256
-takes 1.37 times as long. At 2048, the tile of 176 takes 1.3 times as long as those of 128 and 256.
+**What it gained, and why.** It is as fast as the library's kernel: 1.01, 1.02 and 1.01 times its speed at
+4096x4096x4096, 8192x8192x8192 and 1500x5760x2880, and 1.00, 1.04 and 0.98 of cuBLAS. Differences of 1 % are within the
+spread: the record has the chosen tiles twice, and their times differ by up to 1.4 %. Rung 8 takes 4 to 5 % longer at
+4096 and 8192 in this run, and 1 to 2 % less in the picture of speed over size. At other sizes, rung 8 can be much
+slower: this kernel reaches 0.97 of cuBLAS at 3072 and rung 8 reaches 0.76, and at 1024 they reach 0.94 and 0.54. No
+tile is best everywhere. For 1500x5760x2880, 176 columns fill three waves, and the tile of 256 takes 1.36 times as long.
+At 2048, the tile of 176 takes a fourth longer than those of 128 and 256.
 
 The number of waves is the first criterion for a product's tile. The loads of a stage are the second: L2 delivers a
 limited number of bytes per clock to a multiprocessor, and narrow tiles need more of them for their products. A step of
-112 columns takes no less time than one of 128. A stage has whole boxes of 64 rows of w, so 208 columns load as much as
+112 columns takes about as long as one of 128. A stage has whole boxes of 64 rows of w, so 208 columns load as much as
 256. The library loads exactly the rows of the tile. `Tile.clocks` has these two rules, with 60 bytes per clock. For
-every product of the table, it finds a tile within 1 % of the best one measured.
+every product of the table, it finds a tile within 1.5 % of the best one measured.
 
-Taking turns hides an epilogue. At 4096x14336x4096, the product with bias and gelu in turns takes 744 µs with 176
-columns, no more than the bare product. Shared, with 256 columns, it takes 774. torch takes 818 µs for addmm and gelu.
-At 4096x4096x4096 the wider tile makes up for this: 213 µs in turns, 210 shared. These times are in the table of rung
-9. Products this large make the GPU lower its clock, so they vary by 6 %.
+Taking turns hides an epilogue. At 4096x14336x4096, the product with bias and gelu in turns takes 721 µs with 176
+columns, 1 % more than the bare product with 714 µs. Shared, with 256 columns, it takes 757 µs. torch takes 839 µs for
+addmm and gelu, and rung 9 takes 752 µs. At 4096x4096x4096, the product with bias and gelu takes 215 µs in turns and
+222 µs shared. The choice of a tile ignores the epilogue and takes the shared one there. Rung 9 is faster, with 207 µs;
+the record does not show why. These times are in the table of rung 9.
 
 *Where it loses.* Rows of a and w should begin at multiples of 128 bytes. At 4001x4104x4088 a row has 8176 bytes. Then
-most pieces of 128 bytes that the TMA unit fetches lie in two cache lines, and the kernel drops to 0.68 of cuBLAS and
-to 0.82 of gemmery's. The table of alignments shows that loads are then the limit. At 4096x4096x4088, divide the bytes
-that a multiprocessor loads for all its tiles by the time:
+most pieces of 128 bytes that the TMA unit fetches lie in two cache lines. The kernel takes 302 µs: 0.71 of cuBLAS and
+0.82 of gemmery's speed. Rung 8 takes 292 µs. `Tile.clocks` does not consider such rows: it chooses 208 columns, and 256
+columns take 284 µs. The table of alignments shows that loads are the limit. At 4096x4096x4088, divide the bytes that a
+multiprocessor loads for all its tiles by the time:
 
-    width 128, turns     8 waves x 64 steps x 32 KB in 373 µs    45 bytes a nanosecond
-    width 176, turns     6 waves x 64 steps x 40 KB in 347 µs    45
-    width 256, shared    4 waves x 64 steps x 48 KB in 279 µs    45
+    width 128, turns     8 waves x 64 steps x 32 KB in 323 µs    52 bytes a nanosecond
+    width 176, turns     6 waves x 64 steps x 40 KB in 293 µs    54
+    width 256, shared    4 waves x 64 steps x 48 KB in 244 µs    52
 
-The rate is the same for all tiles. With K = 4096, the narrow tile gets 81. cuBLAS loses nothing at 4096x4096x4088: 194
-µs. Its kernel has the same tile and the same number of stages. But its name, `128x256_64x4_2x1`, shows that two
-multiprocessors form a cluster of 2 x 1. One load from L2 can serve both of them, so each one loads its own 128 rows of
-one operand and half of the 256 rows that they share. That would be 32 KB per step, or 43 bytes a nanosecond. At
-4001x4104x4088 cuBLAS uses clusters of 1 x 2, which share the other operand. A step would then load 40 KB, and cuBLAS
-loses, too: 240 µs, compared with 203 for K = 4096. gemmery has no clusters. It computes the transposed product there,
-in tiles that fill 4.00 waves, and takes 289 µs. This kernel cannot transpose, and needs five waves.
+The rate is nearly the same for all tiles. With K = 4096, the narrow tile gets 81. cuBLAS loses nothing at
+4096x4096x4088: 201 µs. Its tile has the same number of elements, and its kernel has the same number of stages. But its
+name, `256x128_64x4_1x2`, shows that two multiprocessors form a cluster of 1 x 2. One load from L2 can serve both of
+them, so each one loads its own 128 rows of one operand and half of the 256 rows that they share. That would be 32 KB
+per step, or 42 bytes a nanosecond. At 4001x4104x4088 the name is `128x256_64x4_1x2`, so the two share the operand with
+128 rows. A step would then load 40 KB, and cuBLAS loses, too: 218 µs, compared with 197 µs for K = 4096. gemmery has no
+clusters. It computes the transposed product there, in tiles that fill 4.00 waves, and takes 248 µs. This kernel cannot
+transpose, and needs five waves.
 
-At 512, the kernel reaches 0.80 of gemmery's speed. Its smallest tile, 128 x 64, gives work to only 32 multiprocessors,
-and the library has one of 64 x 32. At 3072 it reaches 0.96: gemmery takes tiles of 192 x 192 there, with three
-consumers.
+At 512, the kernel reaches 0.81 of gemmery's speed. Its smallest tile, 128 x 64, gives work to only 32 multiprocessors,
+and the library has one of 64 x 32. At 3000x7168x4096 it reaches 0.96: it takes six waves of 224 columns, and gemmery
+computes the transposed product, in six waves of 216 columns.
 
 The first version of this kernel was wrong. Tiles of 136 and 192 columns have three parts to store, an odd number. So
 each tile began with the slot in which the tile before it had ended, and filled it while it was still being stored. At

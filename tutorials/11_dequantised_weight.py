@@ -1,7 +1,7 @@
 """Rung 11: a weight of four bits, dequantized on the way to the tensor cores.
 
 A model that generates text multiplies a few rows of x by each of its weights. Nearly all of the time is spent on
-reading the weight: 8192 x 8192 numbers of 16 bits are 134 MB, which take 45 µs at 3.0 TB/s, however fast the tensor
+reading the weight: 8192 x 8192 numbers of 16 bits are 134 MB, which take 32 µs at 4.2 TB/s, however fast the tensor
 cores are. With four bits per number, the weight has a fourth of these bytes. It stays in this form in memory and
 becomes float16 only in registers.
 
@@ -52,18 +52,19 @@ docs/low-bit.md has its formats, their accuracy and the kernels for many rows.
 Weights of few bits: Frantar et al., "GPTQ", ICLR 2023; Lin et al., "AWQ", MLSys 2024. The trick with the exponent: Kim
 et al., "Who Says Elephants Can't Run", 2022.
 
-**What it gained, and why.** One row of x takes 39 µs, and torch with 16 bits takes 60. Reading the weight alone would
-take 12 µs. The instructions take longer: `benchmarks/ladder_code.py` counts about 190 of them, in each of 4 warps, for
-each step of 64 x 64 numbers. There are four small products as well, and the kernel waits for each of them before it
+**What it gained, and why.** One row of x takes 36 µs, and torch with 16 bits takes 49 µs. Reading the weight alone
+would take 8 µs. The instructions take longer: `benchmarks/ladder_code.py` counts about 190 of them, in each of 4 warps,
+for each step of 64 x 64 numbers. There are four small products as well, and the kernel waits for each of them before it
 unpacks the next 16 columns. There are 16384 such steps. Even if all multiprocessors issued instructions without a
-pause, they would take 14 µs. gemmery's kernel takes 25 µs.
+pause, they would take 14 µs at 1.7 GHz. gemmery's kernel takes 20 µs.
 
-*Where it loses.* By the answer to question 2, four bits could win up to 62 rows. The rung is 1.41 times as fast as
-torch with 16 rows, and 0.90 times with 64. The instructions of a step are nearly the same as with one row. But 64
-times as many sums are added atomically, and the programs load x in pieces of 4 bytes. At 256 rows the rung takes three
-times as long as torch, and at 1024 rows four times: there, the tensor cores are the limit, the weight is unpacked
-again for each tile of 64 rows, and the products wait for that. gemmery's kernels gain at all of these sizes: a factor
-of 2.4 with one row, 1.2 with 256, and 1.04 with 1024.
+*Where it loses.* At 4.2 TB/s and 700 TFLOP/s, the tensor cores take longer than the memory from 44 rows on. So four
+bits could win up to 44 rows. The rung is 1.09 times as fast as torch with 16 rows, and 0.64 times with 64. A step has
+about as many instructions as with one row, but its products are four times as wide, and 64 times as many sums are added
+atomically. At 256 and 1024 rows the rung takes about four times as long as torch: there, multiplying takes longer than
+reading the weight, the weight is unpacked again for each tile of 64 rows, and the products wait for that. gemmery's
+kernels gain a factor of 2.4 with one row and 1.7 with 64. With 256 and 1024 rows, they take 1 and 2 % longer than torch
+with 16 bits.
 """
 
 from collections.abc import Callable, Sequence

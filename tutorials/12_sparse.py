@@ -79,17 +79,17 @@ that were trained or calibrated for it. Do not use either without measuring the 
 The pattern: Mishra et al., "Accelerating Sparse Deep Neural Networks", 2021. The instruction: NVIDIA, "PTX ISA",
 mma.sp.
 
-**What it gained, and why.** With one row of x, the kernel of step 3 takes 41 µs, and torch's dense product 60. Reading
-the weight alone would take 25 µs. `benchmarks/ladder_code.py` shows why the kernel comes close to this: each lane loads
-the weight 16 bytes at a time, eight such loads are in flight at once, and a step has only 35 other instructions.
-gemmery's kernel takes 36 µs. With 4096 rows, where the tensor cores are the limit, it is 1.4 times as fast as torch.
+**What it gained, and why.** With one row of x, the kernel of step 3 takes 32 µs, and torch's dense product 49 µs.
+Reading the weight alone would take 18 µs. `benchmarks/ladder_code.py` shows how the kernel loads the weight: each lane
+loads 16 bytes at a time, eight such loads are in flight at once, and a step has only 35 other instructions. gemmery's
+kernel takes 28 µs. With 4096 rows, where the tensor cores are the limit, it is 1.4 times as fast as torch.
 
-*Where it loses.* Step 2, the expansion in registers, takes 102 µs with one row, longer than the dense product. A step
-has 662 other instructions, and the kernel waits for each product before it expands the next columns. Step 3 is about
-as fast as torch with 16 rows, 63 µs against 60, but takes six times as long with 64 rows. It loads x in pieces of 4
-bytes: a step has 260 such loads for 64 products, and each of the 512 programs loads all of x again. It also needs 180
-registers, so only one program fits on a multiprocessor, instead of four. The kernel of step 4 loads x into shared
-memory, where all warps use it, and takes 37 µs.
+*Where it loses.* Step 2, the expansion in registers, takes 103 µs with one row, twice as long as the dense product. A
+step has 662 other instructions, and the kernel waits for each product before it expands the next columns. Step 3 takes
+1.4 times as long as torch with 16 rows, 61 µs against 44 µs, and seven times as long with 64 rows. It loads x in pieces
+of 4 bytes: with 64 rows, a step has 260 loads of 4 bytes for 64 products, and each of the 512 programs loads all of x
+again. It also needs 180 registers, so only one program fits on a multiprocessor, instead of four. The kernel of step 4
+loads x into shared memory, where all warps use it, and takes 30 µs.
 """
 
 import math

@@ -189,7 +189,7 @@ def configs() -> Figure:
         left.set_title("bytes loaded for 1000 operations")
         right.barh(names, [stages * (m + n) * k * 2 / 1024 for m, n, k, stages in tiles], color=ORANGE)
         right.axvline(227, color=INK, linewidth=0.8, linestyle="--")
-        right.set_title("KB of shared memory; dashed: what an H100 has")
+        right.set_title("KB of shared memory; dashed: what an H200 has")
     return made
 
 
@@ -226,7 +226,7 @@ def shared() -> Figure:
         store = np.array([128 * 256 * 2 // halves for _, _, halves in choices])
         axes.barh(names, pipeline / 1024, color=BLUE, label="pipeline")
         axes.barh(names, store / 1024, left=pipeline / 1024, color=ORANGE, label="tile on its way out")
-        axes.axvline(227, color=INK, linewidth=0.8, linestyle="--", label="what an H100 has")
+        axes.axvline(227, color=INK, linewidth=0.8, linestyle="--", label="what an H200 has")
         axes.invert_yaxis()
         axes.set_xlabel("KB of shared memory, tile 128x256x64")
         axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))

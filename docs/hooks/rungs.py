@@ -52,12 +52,12 @@ LOOKS = {
 }
 #: Pictures that commands of gemmery draw, and what they show.
 COMMANDS = {
-    3: [("roofline 4096 4096 128 4096 4096 512 4096 4096 4096 --dtype fp16 --device H100",
-         "A product of 4096 x 4096 x K under the roofline of an H100.")],
-    4: [("indices 100 70 40 --tile 64x64x32 --pid 3 --device H100",
+    3: [("roofline 4096 4096 128 4096 4096 512 4096 4096 4096 --dtype fp16 --device H200",
+         "A product of 4096 x 4096 x K under the roofline of an H200.")],
+    4: [("indices 100 70 40 --tile 64x64x32 --pid 3 --device H200",
          "The pointers of one program, and the elements that its masks disable.")],
-    5: [("order 8192 8192 4096 --tile 128x128x64 --device H100",
-         "Both orders on an H100: the time of each tile, and the bytes read from memory."),
+    5: [("order 8192 8192 4096 --tile 128x128x64 --device H200",
+         "Both orders on an H200: the time of each tile, and the bytes read from memory."),
         ("order 8192 8192 4096 --tile 128x128x64 --device \"RTX 3090\"",
          "The same on a GPU with a tenth of the L2 cache and a fifth of the bandwidth.")],
 }  # fmt: skip
