@@ -101,13 +101,13 @@ def launch_answer() -> str:
     return f"{n / 1e6:.1f} million elements. A shorter vector takes the time of the launch, however fast the kernel is."
 
 
-BANDWIDTH = 3.0e12  # bytes a second that an H100 reads and writes
+BANDWIDTH = 4.2e12  # bytes a second that an H200 reads and writes
 QUESTIONS = (
     Question(
         "Blocks of 1024 and 10 million elements: how many programs, and how many masked elements?",
         programs_answer,
     ),
-    Question("At 3.0 TB/s, how long does the addition of 2**26 float32 numbers take?", time_answer),
+    Question("At 4.2 TB/s, how long does the addition of 2**26 float32 numbers take?", time_answer),
     Question(
         "A launch takes about 5 us. From how many elements on does the memory take longer?", launch_answer
     ),

@@ -173,12 +173,12 @@ def loaded_answer() -> str:
 
 
 def bound_answer() -> str:
-    depth = next(k for k in range(64, 8192, 64) if solved_intensity(4096, 4096, k) > 700e12 / 3.0e12)
+    depth = next(k for k in range(64, 8192, 64) if solved_intensity(4096, 4096, k) > 700e12 / 4.2e12)
     return f"From about {depth} on. `gemmery roofline 4096 4096 {depth}` draws it."
 
 
 def time_answer() -> str:
-    return f"{predicted(4096, 4096, 4096)}. An H100 multiplies as fast. A first kernel takes longer."
+    return f"{predicted(4096, 4096, 4096)}. A first kernel takes longer."
 
 
 QUESTIONS = (
@@ -187,7 +187,7 @@ QUESTIONS = (
         loaded_answer,
     ),
     Question(
-        "From which K on does 4096x4096xK take longer to multiply than to read, at 700 TFLOP/s and 3.0 TB/s?",
+        "From which K on does 4096x4096xK take longer to multiply than to read, at 700 TFLOP/s and 4.2 TB/s?",
         bound_answer,
     ),
     Question("How long should 4096x4096x4096 take on an H200, by `gemmery predict`?", time_answer),

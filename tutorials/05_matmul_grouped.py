@@ -217,7 +217,7 @@ def touched_answer() -> str:
 
 def cache_answer() -> str:
     return (
-        "4096: 2 x 34 MB, most of which 50 MB of L2 hold, so the order gains nothing. 8192: 2 x 134 MB. There it "
+        "4096: 2 x 34 MB, most of which 60 MB of L2 hold, so the order gains nothing. 8192: 2 x 134 MB. There it "
         "saves bytes, but no time as long as the tensor cores take longer than the memory."
     )
 
@@ -229,7 +229,7 @@ QUESTIONS = (
         touched_answer,
     ),
     Question(
-        "An H100 has 50 MB of L2. At 4096x4096x4096 and at 8192x8192x8192, can the order gain much time?",
+        "An H200 has 60 MB of L2. At 4096x4096x4096 and at 8192x8192x8192, can the order gain much time?",
         cache_answer,
     ),
 )

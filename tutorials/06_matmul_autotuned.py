@@ -214,7 +214,7 @@ def fitting(
 
 def check_fitting(answer: Callable[..., list[tuple[int, int, int, int, int]]]) -> None:
     configs = [(128, 256, 64, 8, 4), (128, 256, 64, 8, 5), (128, 256, 64, 4, 3), (64, 64, 64, 4, 4)]
-    assert answer(configs, 232448) == [configs[0], configs[3]], "an H100"
+    assert answer(configs, 232448) == [configs[0], configs[3]], "an H200"
     assert answer(configs, 101376) == [configs[3]], "a GeForce of the RTX 40 series"
 
 

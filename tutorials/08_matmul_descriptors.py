@@ -19,7 +19,7 @@ microseconds of host time per launch, but nothing on the device. A kernel can al
 Now shared memory limits the depth of the pipeline:
 
     4 stages x (128 x 64 of a + 256 x 64 of w) x 2 bytes    196608
-    the tile on its way out, 128 x 256 x 2 bytes             65536     together over the 232448 of an H100
+    the tile on its way out, 128 x 256 x 2 bytes             65536     together over the 232448 of an H200
     half the tile, 128 x 128 x 2 bytes                       32768     together 229376: fits
 
 The store goes through shared memory as well. If the tile is stored as two halves, left and right, it takes half the

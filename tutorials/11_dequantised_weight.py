@@ -58,13 +58,12 @@ for each step of 64 x 64 numbers. There are four small products as well, and the
 unpacks the next 16 columns. There are 16384 such steps. Even if all multiprocessors issued instructions without a
 pause, they would take 14 µs at 1.7 GHz. gemmery's kernel takes 20 µs.
 
-*Where it loses.* At 4.2 TB/s and 700 TFLOP/s, the tensor cores take longer than the memory from 44 rows on. So four
-bits could win up to 44 rows. The rung is 1.09 times as fast as torch with 16 rows, and 0.64 times with 64. A step has
-about as many instructions as with one row, but its products are four times as wide, and 64 times as many sums are added
-atomically. At 256 and 1024 rows the rung takes about four times as long as torch: there, multiplying takes longer than
-reading the weight, the weight is unpacked again for each tile of 64 rows, and the products wait for that. gemmery's
-kernels gain a factor of 2.4 with one row and 1.7 with 64. With 256 and 1024 rows, they take 1 and 2 % longer than torch
-with 16 bits.
+*Where it loses.* By the answer to question 2, four bits could win up to 44 rows. The rung is 1.09 times as fast as
+torch with 16 rows, and 0.64 times with 64. A step has about as many instructions as with one row, but its products are
+four times as wide, and 64 times as many sums are added atomically. At 256 and 1024 rows the rung takes about four times
+as long as torch: there, multiplying takes longer than reading the weight, the weight is unpacked again for each tile of
+64 rows, and the products wait for that. gemmery's kernels gain a factor of 2.4 with one row and 1.7 with 64. With 256
+and 1024 rows, they take 1 and 2 % longer than torch with 16 bits.
 """
 
 from collections.abc import Callable, Sequence
@@ -218,9 +217,9 @@ def matmul(a: torch.Tensor, w: Packed, out: torch.Tensor | None = None) -> torch
 # Predict before you run, and exercises
 
 BANDWIDTH, RATE = (
-    3.0e12,
+    4.2e12,
     700e12,
-)  # of an H100: bytes a second from memory, operations a second on random numbers
+)  # of an H200: bytes a second from memory, operations a second on random numbers
 
 
 def bytes_answer() -> str:
@@ -280,8 +279,8 @@ def check_break_even(answer: Callable[[float, float, float], float]) -> None:
     assert answer(16, 1e12, 1e12) == 1, (
         "two operations and two bytes at the same rate are done at the same time"
     )
-    assert 233 < answer(16, RATE, BANDWIDTH) < 234
-    assert 61 < answer(4.25, RATE, BANDWIDTH) < 63
+    assert 166 < answer(16, RATE, BANDWIDTH) < 167
+    assert 44 < answer(4.25, RATE, BANDWIDTH) < 45
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -460,7 +460,7 @@ def matmul(a: torch.Tensor, w: Fragments, out: torch.Tensor | None = None) -> to
 
 
 def bytes_answer() -> str:
-    found = (f"{bits} bits: {8192 * 8192 * bits / 8 / 3.0e12 * 1e6:.1f} us" for bits in (16, 9))
+    found = (f"{bits} bits: {8192 * 8192 * bits / 8 / 4.2e12 * 1e6:.1f} us" for bits in (16, 9))
     return f"{'; '.join(found)}. With few rows, 16/9 is the most that 2:4 can gain."
 
 
@@ -475,7 +475,7 @@ def lane_answer() -> str:
 
 QUESTIONS = (
     Question(
-        "A weight of 8192 x 8192 float16 numbers, dense and 2:4: how long does reading it take at 3.0 TB/s?",
+        "A weight of 8192 x 8192 float16 numbers, dense and 2:4: how long does reading it take at 4.2 TB/s?",
         bytes_answer,
     ),
     Question("What is the code of 0, 0.8, 0, -1.1?", code_answer),
