@@ -164,6 +164,8 @@ def test_a_kernel_of_torch_that_fails_leaves_gemmery_its_time(monkeypatch):
 class Timed:
     """A choice with the time of the host and of the GPU, in seconds."""
 
+    bmreq = "a request"
+
     def __init__(self, host, gpu):
         self.host, self.gpu = host, gpu
 
@@ -172,8 +174,9 @@ def test_the_host_takes_no_part_in_cuda_graphs(monkeypatch):
     """The fastest on the GPU is the fastest, though its launch takes longer."""
     ours, torchs = Timed(20e-6, 8e-6), Timed(30e-6, 12e-6)
     quick, slow, third = Timed(5e-6, 11e-6), Timed(5e-6, 13e-6), Timed(5e-6, 90e-6)
-    fails = Timed(0, math.inf)
-    times = {x: (x.host + x.gpu) * 1e3 for x in (third, ours, torchs, fails, quick, slow)}
+    fails, several = Timed(0, math.inf), Timed(0, 1e-6)
+    several.bmreq = None
+    times = {x: (x.host + x.gpu) * 1e3 for x in (third, ours, torchs, fails, quick, slow, several)}
     asked = []
 
     def measures(choices, args, out):

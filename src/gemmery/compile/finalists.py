@@ -41,9 +41,11 @@ def seconds(
         args, out: the inputs and the output with which it measured.
     """
     works = [choice for choice in times if math.isfinite(times[choice])]
-    templates = sorted((x for x in works if x is not ours and x not in torchs), key=times.__getitem__)[
-        :TEMPLATES
+    # Other choices, such as a graph of several kernels, have no request for one kernel.
+    templates = [
+        x for x in works if x is not ours and x not in torchs and getattr(x, "bmreq", None) is not None
     ]
+    templates = sorted(templates, key=times.__getitem__)[:TEMPLATES]
     finalists = [x for x in works if x is ours or x in torchs] + templates
     in_graph = bool(config.triton.cudagraphs) and out.is_cuda
     measures = (_on_the_gpu if in_graph else _as_inductor)(finalists, args, out)
@@ -81,17 +83,7 @@ def _on_the_gpu(choices: Sequence[ChoiceCaller], args: Sequence[Any], out: Tenso
 
     made: Measures = {}
     for choice in choices:
-        call = _call_of(choice, args, out)
+        call = choice.bmreq.make_run_fn(*args, out=out)  # type: ignore[attr-defined]  # of each kind of finalist
         with torch.cuda.device(out.device):
             made[choice] = partial(measure, call, burst_launches(watch.estimate(call).seconds))
     return made
-
-
-def _call_of(choice: ChoiceCaller, args: Sequence[Any], out: Tensor) -> Callable[[], object]:
-    """A call of a choice's kernel. In some versions of torch, only templates have a request that makes it."""
-    request = getattr(choice, "bmreq", None)
-    if request is not None:
-        made: Callable[[], object] = request.make_run_fn(*args, out=out)
-        return made
-    has_out: bool = getattr(choice, "has_out_variant", True)
-    return partial(choice.to_callable(), *args, **({"out": out} if has_out else {}))
