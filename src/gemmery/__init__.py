@@ -15,7 +15,7 @@ try:
     from .problem import Config, Problem
 except PutOffError:
     pass  # the command line loads these before it runs anything: see `_load`
-except ModuleNotFoundError as missing:
+except ImportError as missing:
     raise advised(missing) from missing
 
 if TYPE_CHECKING:
@@ -55,8 +55,11 @@ def _load() -> None:
     """Run the deferred part of `import gemmery`, for the command."""
     try:
         eager = import_module("._eager", __name__)
-    except ModuleNotFoundError as missing:
-        raise SystemExit(f"Error: {advised(missing)}") from missing
+    except ImportError as missing:
+        advice = advised(missing)
+        if advice is missing:
+            raise
+        raise SystemExit(f"Error: {advice}") from missing
     globals().update({name: getattr(eager, name) for name in eager.__all__})
 
 

@@ -206,8 +206,13 @@ def _check_types(given: dict[str, Tensor]) -> None:
     for name, value in given.items():
         may_be_wide = name in ("a", "b", "bias") and kind.itemsize == 2
         if value.dtype != kind and not (may_be_wide and value.dtype == torch.float32):
+            if name == "weight":
+                raise TypeError(
+                    f"{_OP}: x is {kind} and weight is {value.dtype}; they must have the same type: "
+                    "use x.to(weight.dtype)"
+                )
             wanted = f"{kind} or torch.float32" if may_be_wide else f"{kind}"
-            raise TypeError(f"{_OP}: x is {kind} and {name} is {value.dtype}; it must be {wanted}")
+            raise TypeError(f"{_OP}: x is {kind} and {name} is {value.dtype}; {name} must be {wanted}")
 
 
 def _check_shapes(

@@ -561,7 +561,15 @@ def test_further_configs_are_sorted_by_predicted_time():
 
 MISSING = """
 import sys
-sys.modules[{name!r}] = None
+
+
+class Finder:
+    def find_spec(name, path=None, target=None):
+        if name == {name!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+
+sys.meta_path.insert(0, Finder)
 {run}
 """
 
@@ -580,9 +588,20 @@ def test_without_torch_or_triton_import_and_command_say_what_to_install(name, tm
     assert python(str(script), "explain", "--help").returncode == 0
 
 
-def test_another_missing_module_is_told_as_it_is():
-    error = ModuleNotFoundError("No module named 'numpy'", name="numpy")
+# A module of Triton itself is missing where an installation is broken, and not where Triton is.
+@pytest.mark.parametrize("name", ["numpy", "triton.backends.amd", "torch.library"])
+def test_another_missing_module_is_told_as_it_is(name):
+    error = ModuleNotFoundError(f"No module named {name!r}", name=name)
     assert advised(error) is error
+
+
+@pytest.mark.parametrize("kind", [ImportError, ModuleNotFoundError])
+def test_what_an_old_triton_lacks_is_told_with_what_to_install(kind, monkeypatch):
+    error = kind("it has no gluon", name="triton.experimental.gluon")
+    assert advised(error) is error
+    monkeypatch.setattr("triton.__version__", "3.5.1")
+    assert type(advised(error)) is kind
+    assert str(advised(error)) == f"triton 3.5.1 is too old: {ADVICE['triton']}"
 
 
 def test_version_needs_no_package_of_the_command_line():

@@ -478,6 +478,8 @@ def test_other_errors():
         gemmery.matmul(A, B, epilogue=epilogues.bias, args=torch.ones(40))
     with pytest.raises(TypeError, match="args is a float; it must be a tuple"):
         gemmery.matmul(A, B, epilogue=epilogues.softcap, args=2.0)
+    with pytest.raises(TypeError, match=r"epilogue is the class GELU; .*such as GELU\(\)"):
+        gemmery.matmul(A, B, epilogue=torch.nn.GELU)
     with pytest.raises(TypeError, match="epilogue is a float; it must be a function"):
         gemmery.matmul(A, B, epilogue=2.0)
     with pytest.raises(TypeError, match="given a int; it must be a function"):

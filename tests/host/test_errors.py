@@ -70,6 +70,7 @@ def test_shapes_of_linear_are_those_that_were_given(grad):
         "weight is (5,)",
         "4 and 5",
     )
+    fails(ValueError, lambda: gemmery.linear(grad(t(3, 4)), t(4, 6)), "for a weight (K, N)", "weight.T")
     fails(ValueError, lambda: gemmery.linear(grad(t(3, 4)), t(2, 6, 4)), "linear: weight is (2, 6, 4)")
     fails(ValueError, lambda: gemmery.linear(grad(t(3, 4)), t(6, 4), t(5)), "linear: bias is (5,)", (3, 6))
 

@@ -230,8 +230,8 @@ WRONG = [
     ({"bias": meta(5)}, ValueError, r"bias is \(5,\); it must be \(6,\)"),
     ({"lora_x": meta(4, 8)}, ValueError, r"lora_x is \(4, 8\) and x \(5, 8\); they must be alike"),
     ({"x": meta(5, 8, dtype=torch.int8)}, TypeError, r"x is torch.int8; it must be one of"),
-    ({"weight": meta(6, 8, dtype=BF16)}, TypeError, r"weight is torch.bfloat16; it must be torch.float32"),
-    ({"a": meta(3, 8, dtype=BF16)}, TypeError, r"a is torch.bfloat16; it must be torch.float32"),
+    ({"weight": meta(6, 8, dtype=BF16)}, TypeError, r"weight is torch.bfloat16; they must have the same type"),
+    ({"a": meta(3, 8, dtype=BF16)}, TypeError, r"a is torch.bfloat16; a must be torch.float32"),
     ({"a": meta(3, 8).to("meta")}, ValueError, r"x is on cpu and a on meta"),
     ({"a": [1]}, TypeError, r"a is a list; it must be a torch.Tensor"),
     ({"b": None}, TypeError, r"b is a NoneType; it must be a torch.Tensor"),
@@ -253,7 +253,7 @@ def test_wrong_arguments(change, kind, text):
 def test_adapters_of_another_type_than_x_or_float32():
     x, weight, others = inputs(6, 16, 64, 4, BF16, format="int4")
     others["a"] = others["a"].detach().half()
-    with pytest.raises(TypeError, match=r"a is torch.float16; it must be torch.bfloat16 or torch.float32"):
+    with pytest.raises(TypeError, match=r"a is torch.float16; a must be torch.bfloat16 or torch.float32"):
         lora_linear(x, weight, **others)
 
 

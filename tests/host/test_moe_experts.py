@@ -595,7 +595,9 @@ def test_experts_that_stay(kind, why):
         assert why in dict(report.left)["model.layers.0.mlp.experts"]
         assert "model.layers.1.mlp.experts" in dict(report.replaced)
     alone = experts_of(MODELS["qwen3"].make())[0]
-    assert gemmery.nn.swap(alone).left == [("", "it is not inside a module, so it can't be replaced")]
+    assert gemmery.nn.swap(alone).left == [
+        ("", "it is not inside a module, so it can't be replaced; wrap it, as in torch.nn.Sequential(model)")
+    ]
 
 
 # --- quantised

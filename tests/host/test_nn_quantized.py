@@ -258,7 +258,7 @@ def test_what_quantize_leaves():
     assert reasons["done"] == "it is quantized already"
     assert len(reasons) == 6
     assert gemmery.nn.quantize(nn.Linear(64, 16)).left == [
-        ("", "it is not inside a module, so it can't be replaced")
+        ("", "it is not inside a module, so it can't be replaced; wrap it, as in torch.nn.Sequential(model)")
     ]
 
 

@@ -600,7 +600,7 @@ def test_what_the_report_says():
     assert list(range(20))[report] == 8
     assert str(gemmery.nn.swap(nn.ReLU())) == "0 replaced"
     assert str(gemmery.nn.swap(nn.Linear(2, 2))) == (
-        "0 replaced\n1 left\n  the model itself: it is not inside a module, so it can't be replaced"
+        "0 replaced\n1 left\n  the model itself: it is not inside a module, so it can't be replaced; wrap it, as in torch.nn.Sequential(model)"
     )
 
 

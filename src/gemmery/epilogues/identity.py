@@ -103,6 +103,11 @@ def capture(function: Callable[..., Any]) -> Captured:
     Raises:
         TypeError: it is not a Python function, a partial of one, or an object that is called like one.
     """
+    if isinstance(function, type):
+        name = function.__name__
+        raise TypeError(
+            f"epilogue is the class {name}; it must be a function or an instance, such as {name}()"
+        )
     if not callable(function):
         hint = ", such as gemmery.epilogues.gelu" if isinstance(function, str) else ""
         raise TypeError(f"epilogue is a {type(function).__name__}; it must be a function{hint}")

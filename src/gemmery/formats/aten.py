@@ -137,7 +137,8 @@ def has_no_values(x: Tensor) -> bool:
 def _copy(func: Any, weight: PackedWeight, source: Any, non_blocking: bool = False) -> Any:
     if type(source) is not type(weight):
         raise TypeError(
-            f"copy_: the source is a {type(source).__name__} and the weight {weight!r}; see {weight.made_by}"
+            f"copy_: the source is a {type(source).__name__} and the weight {weight!r}; see {weight.made_by}. "
+            "Load a state dict of dense weights before the model's layers are replaced"
         )
     old, new = (_layout(x) for x in (weight, source))
     if old != new:

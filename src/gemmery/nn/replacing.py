@@ -17,7 +17,7 @@ from .linear import Linear, own_code
 from .packed import PackedLinear
 from .quantized import QuantizedLinear
 from .sparse import SparseLinear
-from .swap import Slot, Swapped, changed, is_linear, why_not
+from .swap import ALONE, Slot, Swapped, changed, is_linear, why_not
 from .transposed import TransposedLinear
 
 
@@ -79,7 +79,7 @@ def planned(model: nn.Module, packing: Packing) -> Swapped:
     """The plan of `replace`, with all replacements; the model is not changed."""
     walk = _Walk(packing, tuple(packing.skip), _owners(model))
     if is_layer(model):
-        walk.report.left.append(("", "it is not inside a module, so it can't be replaced"))
+        walk.report.left.append(("", ALONE))
     # Including a module's other names, which are other places.
     for path, module in model.named_modules(remove_duplicate=False):
         if path and (is_layer(module) or is_experts(module)):

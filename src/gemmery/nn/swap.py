@@ -24,6 +24,9 @@ from .quantized import QuantizedLinear
 from .sparse import SparseLinear
 from .transposed import TransposedLinear
 
+#: Why a model that is itself a layer is left.
+ALONE = "it is not inside a module, so it can't be replaced; wrap it, as in torch.nn.Sequential(model)"
+
 #: Modules that are the result of an earlier swap.
 _OURS = (
     Experts, FusedExperts, FusedGatedMLP, FusedIntermediate, FusedRMSNorm, PackedGatedMLP, PackedLinear, SparseLinear,
@@ -282,7 +285,7 @@ def swap(
     is_layer = is_linear(model) or transposed.resembles(model)
     replaceable = any(known) or isinstance(model, _OURS)
     if is_layer or foreign.recognise(model) is not None or (fuse and replaceable):
-        walk.report.left.append(("", "it is not inside a module, so it can't be replaced"))
+        walk.report.left.append(("", ALONE))
     if not isinstance(model, _OURS):
         if fuse:
             walk.projections(model, "")

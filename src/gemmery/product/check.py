@@ -230,7 +230,10 @@ def check_addend(op: str, addend: Tensor, shape: tuple[int, ...], a: Tensor) -> 
     check_tensor(op, name, addend)
     check_not_packed(op, name, addend)
     if addend.dtype not in DTYPE_NAMES or addend.dtype in FP8:
-        raise TypeError(f"{op}: {name} is {addend.dtype}, which cannot be added to a product of {a.dtype}")
+        raise TypeError(
+            f"{op}: {name} is {addend.dtype}, which cannot be added to a product of {a.dtype}; use "
+            f"{name}.to({result_dtype(op, a.dtype, None)})"
+        )
     if (a.dtype == torch.int8) == addend.dtype.is_floating_point:
         raise TypeError(
             f"{op}: {name} is {addend.dtype} and a is {a.dtype}; both must be integers or neither"

@@ -8,6 +8,11 @@ from ..layout import broadcast_batch
 
 #: Operations whose second operand is a weight (..., N, K).
 OF_WEIGHTS = ("linear", "grouped_linear")
+#: What to do if the transpose of a matrix would fit.
+_OF_TURNED = {
+    "matmul": "; for a weight (N, K), use gemmery.linear or b.T",
+    "linear": "; for a weight (K, N), use gemmery.matmul or weight.T",
+}
 
 
 def operand_names(op: str) -> tuple[str, str, str]:
@@ -31,8 +36,8 @@ def result_shape(op: str, a: Tensor, b: Tensor, packed: bool = False) -> tuple[i
     inner_a, inner_b = a.shape[-1], b.shape[-2] if b.dim() > 1 else b.shape[0]
     if inner_a != inner_b:
         what = _operands(op, a, b, packed)
-        is_weight = op == "matmul" and not packed and b.dim() == 2 and inner_a == b.shape[1]
-        hint = "; for a weight (N, K), use gemmery.linear or b.T" if is_weight else ""
+        is_turned = not packed and b.dim() == 2 and inner_a == b.shape[1]
+        hint = _OF_TURNED.get(op, "") if is_turned else ""
         raise ValueError(f"{what}: inner sizes {inner_a} and {inner_b} differ{hint}")
     try:
         batch = broadcast_batch(a.shape[:-2], b.shape[:-2])
