@@ -179,13 +179,15 @@ def test_the_host_takes_no_part_in_cuda_graphs(monkeypatch):
     times = {x: (x.host + x.gpu) * 1e3 for x in (third, ours, torchs, fails, quick, slow, several)}
     asked = []
 
-    def measures(choices, args, out):
-        asked.extend(choices)
-        return {x: lambda x=x: x.gpu for x in choices}
+    def measure(choice, args, out):
+        asked.append(choice)
+        return choice.gpu
 
-    monkeypatch.setattr(finalists, "_on_the_gpu", measures)
+    monkeypatch.setattr(finalists, "_on_the_gpu", lambda device: measure)
     with torch._inductor.config.patch({"triton.cudagraphs": True}):
-        again = finalists.seconds(ours, [torchs, fails], times, (), SimpleNamespace(is_cuda=True))
+        again = finalists.seconds(
+            ours, [torchs, fails], times, (), SimpleNamespace(is_cuda=True, device="cuda")
+        )
     assert set(asked) == set(again) == {ours, torchs, quick, slow}
     # The host's part is that of the fastest template for all.
     assert again == {x: pytest.approx(5e-6 + x.gpu) for x in again}

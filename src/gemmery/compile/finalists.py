@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 from torch._inductor import config
 from torch._inductor.ir import ChoiceCaller
 
-from ..tuning.stopwatch import Stopwatch, burst_launches
+from ..tuning.stopwatch import Stopwatch, cold_seconds
 
 #: Turns in which the finalists are measured.
 TURNS = 2
@@ -48,11 +47,11 @@ def seconds(
     templates = sorted(templates, key=times.__getitem__)[:TEMPLATES]
     finalists = [x for x in works if x is ours or x in torchs] + templates
     in_graph = bool(config.triton.cudagraphs) and out.is_cuda
-    measures = (_on_the_gpu if in_graph else _as_inductor)(finalists, args, out)
+    measure = _on_the_gpu(out.device) if in_graph else _as_inductor
     again = dict.fromkeys(finalists, math.inf)
     for _ in range(TURNS):
         for choice in finalists:
-            again[choice] = min(again[choice], measures[choice]())
+            again[choice] = min(again[choice], measure(choice, args, out))
     if in_graph and finalists:
         like = (templates or finalists)[0]
         host = max(0.0, times[like] / 1e3 - again[like])
@@ -60,30 +59,21 @@ def seconds(
     return again
 
 
-Measures = dict[ChoiceCaller, Callable[[], float]]
+Measure = Callable[[Any, Sequence[Any], Tensor], float]
 
 
-def _as_inductor(choices: Sequence[ChoiceCaller], args: Sequence[Any], out: Tensor) -> Measures:
-    """For each choice a function that returns its time in seconds."""
-
-    def measure(choice: ChoiceCaller) -> float:
-        return float(choice.benchmark(*args, out=out)) / 1e3
-
-    return {choice: partial(measure, choice) for choice in choices}
+def _as_inductor(choice: Any, args: Sequence[Any], out: Tensor) -> float:
+    """The time of a choice in seconds."""
+    return float(choice.benchmark(*args, out=out)) / 1e3
 
 
-def _on_the_gpu(choices: Sequence[ChoiceCaller], args: Sequence[Any], out: Tensor) -> Measures:
-    """The same, without the time of the host, for calls whose inputs are not in L2."""
-    with torch.cuda.device(out.device):
+def _on_the_gpu(device: torch.device) -> Measure:
+    """A function that returns the same without the time of the host, with inputs that are not in L2."""
+    with torch.cuda.device(device):
         watch = Stopwatch()
 
-    def measure(call: Callable[[], object], launches: int) -> float:
-        with torch.cuda.device(out.device):
-            return sorted(watch.cold(call, launches))[launches // 2]
+    def measure(choice: Any, args: Sequence[Any], out: Tensor) -> float:
+        with torch.cuda.device(device):
+            return cold_seconds(watch, choice.bmreq.make_run_fn(*args, out=out))
 
-    made: Measures = {}
-    for choice in choices:
-        call = choice.bmreq.make_run_fn(*args, out=out)  # type: ignore[attr-defined]  # of each kind of finalist
-        with torch.cuda.device(out.device):
-            made[choice] = partial(measure, call, burst_launches(watch.estimate(call).seconds))
-    return made
+    return measure

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
 import torch
 from triton.errors import TritonError
@@ -14,21 +12,11 @@ from .. import devices
 from ..launch.plan import Plan
 from ..problem import Config, Problem
 from ..select.samples import Sample, sample
-from .stopwatch import Estimate, Stopwatch, burst_launches
+from .stopwatch import Stopwatch, Watch, cold_seconds
 
 
 class Refused(Exception):
     """A config can't run a problem on this GPU; the text says why."""
-
-
-class Watch(Protocol):
-    """The part of `Stopwatch` that is used here."""
-
-    def estimate(self, call: Callable[[], object]) -> Estimate:
-        """A first idea of a call's time."""
-
-    def cold(self, call: Callable[[], object], launches: int) -> list[float]:
-        """Seconds of `launches` single calls, each with caches that hold none of its inputs."""
 
 
 class Meter:
@@ -63,8 +51,7 @@ class Meter:
         if problem != self._problem:
             self._begin(problem)
         call = self._calls.get(config) or self._call(config)
-        launches = burst_launches(self._watch.estimate(call).seconds)
-        return statistics.median(self._watch.cold(call, launches))
+        return cold_seconds(self._watch, call)
 
     def _begin(self, problem: Problem) -> None:
         row = devices.current(self._device)

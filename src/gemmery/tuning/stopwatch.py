@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -37,6 +38,16 @@ class Estimate:
 
     seconds: float
     host_bound: bool
+
+
+class Watch(Protocol):
+    """The part of `Stopwatch` with which single calls are timed."""
+
+    def estimate(self, call: Call) -> Estimate:
+        """A first idea of a call's time."""
+
+    def cold(self, call: Call, launches: int) -> list[float]:
+        """Seconds of `launches` single calls, each with caches that hold none of its inputs."""
 
 
 class Stopwatch:
@@ -142,6 +153,11 @@ def _l2_flush() -> Call:
     cache = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
     buffer = torch.empty(max(FLUSH_BYTES, 4 * cache) // 4, dtype=torch.int32, device="cuda")
     return buffer.zero_
+
+
+def cold_seconds(watch: Watch, call: Call) -> float:
+    """The median time of single calls, as many as suit the time of one; the first call is not timed."""
+    return statistics.median(watch.cold(call, burst_launches(watch.estimate(call).seconds)))
 
 
 def burst_launches(seconds: float) -> int:

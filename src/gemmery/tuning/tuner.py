@@ -31,7 +31,8 @@ from ..schedules import bind
 from ..select import Cost, rank
 from ..select.keys import device_text, to_dict
 from ..select.store import Store, current
-from .meter import Meter, Refused, Watch
+from .meter import Meter, Refused
+from .stopwatch import Watch
 from .workers import WORTH_WORKERS, Target, Workers
 
 #: Configs whose predicted time is more than this many times the best prediction are not measured.
