@@ -25,16 +25,11 @@ from .product.check import OUTER_KINDS, check_kinds, check_not_packed, check_ten
 from .product.prologue import apply_prologue
 from .product.run import product
 from .product.seen import PLAIN, autocast_dtype, wants_gradient
-from .product.shape import OF_WEIGHTS, operand_names
+from .product.shape import OF_WEIGHTS, operand_names, transposed_hint
 from .product.spec import Factor, Functions, OutTypes
 
 #: Ask the GPU whether `offs` is valid, at the price of a synchronization with every call.
 CHECKS_OFFSETS = os.environ.get("GEMMERY_CHECK_OFFSETS", "0") not in ("", "0")
-#: What to do if the transposes of the weights would fit.
-_OF_TURNED = {
-    "grouped_linear": "; for weights (G, K, N), use weight.mT",
-    "grouped_mm": "; for weights (G, N, K), use mat_b.mT",
-}
 
 
 def grouped_mm(
@@ -291,8 +286,7 @@ def _check_operands(op: str, x: Tensor, weight: Any, inner: int) -> None:
     first, second, _ = operand_names(op)
     if x.shape[-1] != inner:
         is_plain = isinstance(weight, Tensor) and not isinstance(weight, PackedWeight)
-        is_turned = is_plain and weight.dim() == 3 and x.shape[-1] in weight.shape[1:]
-        hint = _OF_TURNED.get(op, "") if is_turned else ""
+        hint = transposed_hint(op, x.shape[-1], weight.shape) if is_plain and weight.dim() == 3 else ""
         raise ValueError(
             f"{op}: {first} is {tuple(x.shape)} and {second} is {tuple(weight.shape)}: inner sizes {x.shape[-1]} and "
             f"{inner} differ{hint}"

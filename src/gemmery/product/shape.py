@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from ..layout import broadcast_batch
 
 #: Operations whose second operand is a weight (..., N, K).
 OF_WEIGHTS = ("linear", "grouped_linear")
-#: What to do if the transpose of a matrix would fit.
-_OF_TURNED = {
+#: What to do if the transpose of the second operand would fit.
+_TRANSPOSED = {
     "matmul": "; for a weight (N, K), use gemmery.linear or b.T",
     "linear": "; for a weight (K, N), use gemmery.matmul or weight.T",
+    "grouped_linear": "; for weights (G, K, N), use weight.mT",
+    "grouped_mm": "; for weights (G, N, K), use mat_b.mT",
 }
+
+
+def transposed_hint(op: str, inner: int, second: Sequence[int]) -> str:
+    """What an error about different inner sizes adds, if the transpose of the second operand would fit."""
+    return _TRANSPOSED.get(op, "") if inner in second[-2:] else ""
 
 
 def operand_names(op: str) -> tuple[str, str, str]:
@@ -36,8 +45,7 @@ def result_shape(op: str, a: Tensor, b: Tensor, packed: bool = False) -> tuple[i
     inner_a, inner_b = a.shape[-1], b.shape[-2] if b.dim() > 1 else b.shape[0]
     if inner_a != inner_b:
         what = _operands(op, a, b, packed)
-        is_turned = not packed and b.dim() == 2 and inner_a == b.shape[1]
-        hint = _OF_TURNED.get(op, "") if is_turned else ""
+        hint = transposed_hint(op, inner_a, b.shape) if not packed and b.dim() == 2 else ""
         raise ValueError(f"{what}: inner sizes {inner_a} and {inner_b} differ{hint}")
     try:
         batch = broadcast_batch(a.shape[:-2], b.shape[:-2])
