@@ -41,6 +41,10 @@ from .rows import PartialSums, arrived, arriving, for_rows, lie_apart, words_of
 #: Elements of the least product that fills a GPU: about as many tiles of 128 by 256 as an H200 has multiprocessors.
 #: Rows of pieces are multiples of `ROW_GRAIN`, as large tiles have.
 LEAST_PIECE, ROW_GRAIN = 120 * 128 * 256, 256
+#: A depth K at which an H200 computes a 16-bit element in about the time in which a copy engine sends it to another one
+#: (700 TFLOP/s, 350 GB/s); a little less, since a short wait costs less than another kernel. Other pieces were measured,
+#: see `benchmarks/results/looks/scatter_pieces-bf16.json`.
+AS_LONG = 1800
 #: The attribute of an epilogue that keeps the result of `with_received`, so that nothing else holds its tensors.
 _OWN = "__gemmery_with_received__"
 
@@ -190,7 +194,7 @@ def scattered_product(
         try:
             for step in range(1, ranks):
                 owner = (shared.rank + step) % ranks
-                for first, count in pieces(rows, columns):
+                for first, count in pieces(rows, columns, x.shape[-1]):
                     part = x.narrow(0, owner * rows + first, count)
                     part = product(op, part, b, None, NONE, None, options._replace(out_dtype=dtype))
                     sums.send(owner, first, part, first + count == rows)
@@ -202,14 +206,22 @@ def scattered_product(
     return given_up(shared, launched)
 
 
-def pieces(rows: int, columns: int) -> list[tuple[int, int]]:
+def pieces(rows: int, columns: int, depth: int) -> list[tuple[int, int]]:
     """The first row and the number of rows of each product of a rank's rows; each is sent when it is computed.
 
     Each has half of the remaining rows, so that it has been sent when the next ones are computed, as long as both
-    halves fill a GPU.
+    halves fill a GPU. The last piece is sent while the first tiles of the next product are computed. So the rows are
+    no longer cut once that takes as long: each kernel takes some time to begin and to end.
+
+    Args:
+        depth: K.
     """
+    most = LEAST_PIECE * depth // AS_LONG
     found, first = [], 0
-    while (half := (rows - first) // 2 // ROW_GRAIN * ROW_GRAIN) * columns >= LEAST_PIECE:
+    while (rows - first) * columns > most:
+        half = (rows - first) // 2 // ROW_GRAIN * ROW_GRAIN
+        if half * columns < LEAST_PIECE:
+            break
         found.append((first, half))
         first += half
     return [*found, (first, rows - first)]
