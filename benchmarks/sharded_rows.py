@@ -60,8 +60,6 @@ from gemmery.tuning.stopwatch import Stopwatch  # noqa: E402
 #: What computes all of a row, besides gemmery; and parts of it.
 PEERS = ["cublas + nccl", "gemmery + nccl", "async_tp"]
 PARTS = ["cublas alone", "gemmery alone", "nccl alone"]
-#: Eager calls in one figure, of rows that take long.
-FEW = 20
 
 
 class Row(NamedTuple):
@@ -216,8 +214,13 @@ def measure(row: Row, ranks: Ranks, watch: Stopwatch | None, args: Any) -> dict[
     if watch is not None:
         entry["seconds"]["graph"] = graph_rounds(captured, count, ranks, watch, args.rounds, order)
     eager = {name: call for name, call in calls.items() if name in (OURS, "cublas + nccl", "async_tp")}
-    entry["seconds"]["eager"] = eager_rounds(eager, ranks, args.rounds, order, FEW if row.M > 1024 else EAGER)
+    entry["seconds"]["eager"] = eager_rounds(eager, ranks, args.rounds, order, eager_calls(row))
     return entry
+
+
+def eager_calls(row: Row) -> int:
+    """The number of calls in one figure, for about a tenth of a second where the host isn't slower."""
+    return min(EAGER, EAGER * 4096 // row.M)
 
 
 def report(entry: dict[str, Any]) -> str:
@@ -247,7 +250,7 @@ def benchmark(ranks: Ranks, args: Any) -> None:
     data = describe_run(args.seed, args.rounds, ("graph", "eager"), ranks.device, PEERS + PARTS)
     data["protocol"] |= {
         "ranks": ranks.count, "graph": {"bytes": BYTES, "load_s": LOAD, "timed_s": TIMED},
-        "eager": {"calls": {"M <= 1024": EAGER, "others": FEW}},
+        "eager": {"calls": {str(row.M): eager_calls(row) for row in SUITE}, "before": "as many"},
     }  # fmt: skip
     entries = []
     for row in chosen(args):

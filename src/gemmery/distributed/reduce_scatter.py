@@ -41,9 +41,9 @@ from .rows import PartialSums, arrived, arriving, for_rows, lie_apart, words_of
 #: Elements of the least product that fills a GPU: about as many tiles of 128 by 256 as an H200 has multiprocessors.
 #: Rows of pieces are multiples of `ROW_GRAIN`, as large tiles have.
 LEAST_PIECE, ROW_GRAIN = 120 * 128 * 256, 256
-#: A depth K at which an H200 computes a 16-bit element in about the time in which a copy engine sends it to another one
-#: (700 TFLOP/s, 350 GB/s); a little less, since a short wait costs less than another kernel. Other pieces were measured,
-#: see `benchmarks/results/looks/scatter_pieces-bf16.json`.
+#: A depth K at which an H200 computes a 16-bit element in about the time in which a copy engine sends it to another GPU
+#: (700 TFLOP/s, 350 GB/s); a little less, since a short wait costs less than another kernel. Other pieces are measured
+#: in `benchmarks/results/looks/scatter_pieces-bf16.json`.
 AS_LONG = 1800
 #: The attribute of an epilogue that keeps the result of `with_received`, so that nothing else holds its tensors.
 _OWN = "__gemmery_with_received__"
