@@ -130,7 +130,7 @@ KINDS = [
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("format", ["int4", "int8", "nvfp4", "nf4", "e4m3"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("text", [

@@ -145,6 +145,7 @@ def test_types(target, dtype, precision, fast_accum):
     check(target, compiled, "gemm_tiles", *expected(target, case, Config.of(config)))
 
 
+@pytest.mark.sampled(3)
 @every_target
 @pytest.mark.parametrize("name", POSED)
 def test_operands_and_epilogues(target, name):

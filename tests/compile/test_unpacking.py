@@ -32,6 +32,7 @@ def test_formats_of_adapters(format):
     check("sm_90", format)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("format", CASES)
 @pytest.mark.parametrize("target", TARGETS)

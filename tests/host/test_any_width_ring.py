@@ -934,12 +934,14 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("seed", range(3))
 def test_every_warp_reads_what_was_loaded_for_it(case, seed):
     emulate(seed, *case)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("steps", range(1, 13))
 def test_sparse_weights_of_so_many_steps(steps):
     """Rounds of `any_width_sparse.TOGETHER` steps, with as many before them as are left over."""

@@ -178,6 +178,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_threads_have_the_metadata_that_their_products_read(case, direct):

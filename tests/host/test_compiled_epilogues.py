@@ -34,6 +34,7 @@ def compiled(function):
     return torch.compile(function, fullgraph=True, backend="aot_eager")
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "epilogue",
     [F.gelu, torch.relu, doubled, scaled_by_global, lambda acc: acc.sigmoid(), gemmery.epilogues.silu],

@@ -26,6 +26,7 @@ SAMPLED = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("context", contexts.CONTEXTS)
 @pytest.mark.parametrize("kind", SAMPLED)
 def test_cells(kind, context):

@@ -414,6 +414,7 @@ def test_a_rung_that_was_not_measured_says_so():
     assert f"({rungs.place(last)})" in rungs.overview(run)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("rung", rungs.rungs(), ids=lambda rung: rung.path.stem)
 def test_a_rung_asks_and_explains(rung):
     questions = rungs.asked()[rung.number]

@@ -160,6 +160,7 @@ def test_errors(name):
         call()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", [x for x in CASES if x not in ("batch", "arguments")])
 def test_compiled(name):
     """One graph, forward and backward."""

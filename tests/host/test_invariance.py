@@ -72,6 +72,7 @@ def test_one_class_of_configs_serves_every_size_and_layout(data, device, kind):
     assert len(classes) <= 1
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("device", devices.TABLE)
 def test_one_class_serves_a_weight_and_one_config_where_nothing_is_alike(device, kind):

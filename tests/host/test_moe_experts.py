@@ -220,6 +220,7 @@ def test_packed_weights(format):
     assert c.grad.abs().max() > 0
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("activation", ["silu", gate(clamped_swiglu)], ids=["silu", "clamped"])
 @pytest.mark.parametrize("layout", ["stacked", "alternating and transposed"])
 def test_compiled(layout, activation):
@@ -820,6 +821,7 @@ def test_layers_share_a_gate():
     assert fusible(one) is not fusible(two)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("way", ["set", "swapped"])
 def test_compiled_experts(name, way, fused):

@@ -236,7 +236,7 @@ def compiled(function, backend, dynamic=False):
     return torch.compile(function, fullgraph=True, backend=backend, dynamic=dynamic)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("grad", [False, True], ids=["", "grad"])
 @pytest.mark.parametrize("order", [False, True], ids=["", "permuted"])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -254,6 +254,7 @@ def test_compiled(name, backend, order, grad):
     same(grads, wanted_grads, 1e-2)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_compiled_formats(kind):
     w, x = weight(kind), values(5, K)
@@ -291,6 +292,7 @@ class Block(nn.Module):
         return self.down(F.silu(self.up(x)))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_modules(backend, dynamic):

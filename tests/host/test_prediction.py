@@ -288,6 +288,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("device", GPUS, ids=lambda device: device.name)
 @pytest.mark.parametrize("asked", ASKED, ids=str)
 def test_no_prediction_beats_the_datasheet(device, asked):

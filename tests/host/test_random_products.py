@@ -207,6 +207,7 @@ def test_rows_are_of_their_kind_and_suit_it(name):
             assert suites._row(given, "here") == row
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_is_drawn_can_be_chosen_for(name):
     device = device_named("H200")

@@ -58,6 +58,7 @@ everything = pytest.mark.parametrize(("device", "kind"), list(itertools.product(
 SIZES = ((1, 1, 1), (16, 4096, 4096), (1024, 768, 512), (8192, 8192, 8192), (4096, 4000, 100))
 
 
+@pytest.mark.sampled(3)
 @everything
 @pytest.mark.parametrize("aligned", (True, False), ids=("aligned", "misaligned"))
 def test_every_device_runs_every_kind_or_says_why_not(device, kind, aligned):

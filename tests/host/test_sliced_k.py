@@ -105,6 +105,7 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("case", CASES)
 def test_sums(case):
     given, more = CASES[case]

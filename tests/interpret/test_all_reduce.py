@@ -24,11 +24,13 @@ def ranks():
     made.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", summed.PRODUCTS, ids=lambda x: x.__name__)
 def test_products(ranks, function):
     ranks(function)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("config", CONFIGS)
 def test_schedules(ranks, config):
     ranks(summed.configs, (config,))

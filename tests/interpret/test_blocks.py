@@ -175,6 +175,7 @@ def gradients(function, tensors, cotangent=None):
     return made, torch.autograd.grad(made, tensors, cotangent.to(made.dtype))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("block", [16, 64])
 @pytest.mark.parametrize("kind", ["linear", "epilogue", "second", "first", "batch"])
 def test_gradients(kind, block):
@@ -224,6 +225,7 @@ def test_gradients_of_sparse_tensors():
     assert close(found.values(), expected)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("block", [16, 64])
 @pytest.mark.parametrize(("alpha", "beta"), [(1, 0), (1, 1), (2.5, 0), (0.5, -2.0)])
 @pytest.mark.parametrize("transposed", [False, True])

@@ -9,7 +9,7 @@ from tests import contexts
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("context", contexts.CONTEXTS)
 @pytest.mark.parametrize("kind", contexts.KINDS)
 def test_cells(kind, context):
@@ -31,6 +31,7 @@ def test_a_compiled_product_with_scales_of_blocks_has_no_wide_operands(kind):
     assert not any("gemmery.gemm" in code or "torch.float32" in code for code in graphs)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", contexts.WEIGHTS)
 def test_a_compiled_packed_product_saves_no_wide_matrix(kind):
     """Its epilogue is in the kernel forward, and what is saved of the product is in the operands' type."""

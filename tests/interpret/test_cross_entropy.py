@@ -33,6 +33,7 @@ def test_blocks_that_lie_in_the_gradient_of_the_weight(dtype, limit):
     assert max(errors(linear_cross_entropy, "bias", 13, 289, 72, dtype, chunk_size=64)) < limit
 
 
+@pytest.mark.slow
 def test_the_same_bits_each_time_and_in_a_forward_pass_alone():
     x, weight, target, bias, _ = inputs(37, 289, 24, BF16, bias=True)
 

@@ -60,7 +60,7 @@ def assert_close(results, wants, dtype):
 # Values
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("rows", (1, 16, 70))
 @pytest.mark.parametrize("columns", (False, True))
 @pytest.mark.parametrize("where", PLACES)
@@ -144,6 +144,7 @@ BIASES = {
 }
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize("kind", BIASES)
 def test_biases(kind, where):
@@ -205,6 +206,7 @@ def theirs(x, left, right, *biases):
     return swiglu(F.linear(x, torch.cat((left, right)), torch.cat(biases) if biases else None))
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("bias", ("none", "one for both", "a pair"))
 @pytest.mark.parametrize("where", PLACES)
 def test_gradients(where, bias):
@@ -246,7 +248,7 @@ def test_autocast(where):
 OF_HALVES = gemmery.epilogue(swiglu)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dynamic", (False, True))
 @pytest.mark.parametrize("where", PLACES)
 def test_compiled(where, dynamic):

@@ -90,6 +90,7 @@ def test_third_derivatives(function):
 MAPPED = [dims for dims in itertools.product((0, None), repeat=4) if dims != (None,) * 4]
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
 @pytest.mark.parametrize("dims", MAPPED, ids=str)
 def test_vmap(dims, function):

@@ -247,6 +247,7 @@ def test_a_matrix_is_loaded_while_others_of_its_blocks_are_stored(name, dtype, s
 # The ready-made ones
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("name", LIBRARY)
 def test_library(name, dtype):
@@ -307,6 +308,7 @@ CONFIGS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_configs(config):
     a, b = operands(torch.bfloat16, 70, 208)

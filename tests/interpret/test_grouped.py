@@ -27,6 +27,7 @@ SIZES = {"M": 19, "N": 24, "K": 33}
 F32 = torch.float32
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", CASES)
 def test_results_and_gradients(name):
     for ours, theirs in compared(CASES[name], SIZES, F32):
@@ -198,7 +199,7 @@ def test_a_call_sees_other_groups():
         assert close(y, rows_of(x.double(), offs, lambda r, g: r @ w[g].double().T), F32)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "config",
     [
@@ -283,6 +284,7 @@ def test_scaled_operands_without_columns():
         assert (gemmery.grouped_linear(x, w, offs=ends_of(COUNTS)) == 0).all()
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("gathers", [False, True])
 @pytest.mark.parametrize("kinds", KINDS, ids="-".join)
 def test_scales_of_blocks(kinds, gathers):
@@ -364,7 +366,7 @@ def test_rows_have_the_same_bits_in_every_group():
     assert torch.equal(alone, first[:1])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", [F32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("kind", ACCUMULATED)
 def test_gradients_that_are_added_to_others(kind, dtype):

@@ -75,6 +75,7 @@ def test_no_columns():
     assert torch.equal(gemmery.lora_linear(x, weight, a, b), torch.zeros(3, 8))
 
 
+@pytest.mark.slow
 def test_an_adapter_much_smaller_than_the_weight_changes_the_result():
     x, weight = torch.randn(160, 128).bfloat16(), gemmery.quantize(torch.ones(32, 128), "int4", group_size=64)
     a, b = torch.randn(4, 128).bfloat16().float(), torch.randn(32, 4)
@@ -106,6 +107,7 @@ def test_a_row_has_the_same_bits_in_every_batch():
             assert torch.equal(part, whole[rows])
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 @pytest.mark.parametrize(
     ("format", "options"),

@@ -80,6 +80,7 @@ def test_without_a_gate():
     assert error(y, want) < 1e-5
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("format", ["int4", "mxfp4", "e4m3", "2:4"])
 def test_packed_weights(format):
     x, w, d, b, c = leaves(torch.bfloat16)

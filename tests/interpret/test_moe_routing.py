@@ -57,7 +57,7 @@ ROUTINGS = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("name", ROUTINGS)
 def test_routing(name, dtype, kernels):

@@ -241,6 +241,7 @@ def wide(block):
     return {name: parameter.detach().double() for name, parameter in block.named_parameters()}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @pytest.mark.parametrize("bias", (True, False))
 @pytest.mark.parametrize("name", ACTS)
@@ -257,6 +258,7 @@ def test_mlp(name, bias, dtype):
         assert block(x[:0]).shape == (0, 3, 5)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @pytest.mark.parametrize("stacked", (True, False))
 @pytest.mark.parametrize("name", ACTS)

@@ -53,7 +53,7 @@ def gated(acc, r):
     return F.silu(gate) * up + r
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("m", "n", "k"), SHAPES)
 def test_products(m, n, k, kind):

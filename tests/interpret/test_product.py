@@ -168,6 +168,7 @@ VIEWS = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", (torch.float16, torch.int8), ids=str)
 @pytest.mark.parametrize("name", VIEWS)
 def test_views(name, dtype):

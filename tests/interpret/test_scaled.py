@@ -177,7 +177,7 @@ def gelu_and_add(acc, r):
 PRODUCTS = [(1, 1, 16), (1, 2, 40), (2, 1, 130), (3, 2, 17), (5, 7, 33), (1, 64, 64), (40, 70, 96)]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("per_a", ["token", "tensor"])
 @pytest.mark.parametrize("per_b", ["token", "tensor"])

@@ -44,6 +44,7 @@ def test_dense(mesh, epilogue):
             assert made.full_tensor().equal(gemmery.linear(*parts, epilogue=epilogue).full_tensor())
 
 
+@pytest.mark.slow
 def test_packed(mesh):
     weights = (
         gemmery.quantize(torch.randn(64, 128).bfloat16() / 8, "int4", group_size=32),

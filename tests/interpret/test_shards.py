@@ -22,6 +22,7 @@ def ranks():
     made.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", shards.PRODUCTS, ids=lambda x: x.__name__)
 def test_products(ranks, function):
     ranks(function)

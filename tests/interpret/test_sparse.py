@@ -127,6 +127,7 @@ def test_int4_with_epilogues(m, group_size):
     near(gemmery.linear(x, w, bias, epilogue=epilogues.swiglu), epilogues.swiglu(wide(x, w) + bias))
 
 
+@pytest.mark.slow
 def test_int4_in_every_tile():
     """Steps of 32 and more columns, in groups that are longer and shorter, and K in parts."""
     from gemmery.select.space import tiles_of

@@ -225,6 +225,7 @@ def ran(monkeypatch):
     return problems
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_blocks_are_warmed_up_as_they_run(kind, monkeypatch, ran):

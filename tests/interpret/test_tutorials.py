@@ -355,6 +355,7 @@ def test_groups_touch_fewer_blocks(order: ModuleType) -> None:
 # The command
 
 
+@pytest.mark.slow
 def test_ladder_runs_a_rung_alone(
     common: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
