@@ -210,8 +210,8 @@ def pieces(rows: int, columns: int, depth: int) -> list[tuple[int, int]]:
     """The first row and the number of rows of each product of a rank's rows; each is sent when it is computed.
 
     Each has half of the remaining rows, so that it has been sent when the next ones are computed, as long as both
-    halves fill a GPU. The last piece is sent while the first tiles of the next product are computed. So the rows are
-    no longer cut once that takes as long: each kernel takes some time to begin and to end.
+    halves fill a GPU. The last piece is sent while the first tiles of the next product are computed. Rows that can be
+    sent in that time are not cut, because each further kernel takes some time to begin and to end.
 
     Args:
         depth: K.
