@@ -72,11 +72,11 @@ serve-docs: $(READY) ## the documentation while it is being written, on localhos
 # --- checks ----------------------------------------------------------------------------------------------------------
 
 .PHONY: test
-test: static test-host test-interpret test-compile ## everything that needs no GPU (about 11 minutes on 2 cores)
+test: static test-host test-interpret test-compile ## everything that needs no GPU (about 27 minutes on 2 cores)
 
 .PHONY: test-all
 test-all: SAMPLE :=
-test-all: static test-host test-interpret test-compile ## the same with every kernel, size and example (about 20 minutes)
+test-all: static test-host test-interpret test-compile ## the same with every kernel, size and example (much longer)
 
 # Each of these has one process, so they run side by side.
 .PHONY: static
