@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gemmery.distributed.reduce_scatter import AS_LONG, LEAST_PIECE, ROW_GRAIN, pieces
+from gemmery.distributed.reduce_scatter import BALANCED_DEPTH, LEAST_PIECE, ROW_GRAIN, pieces
 
 
 @pytest.mark.parametrize(
@@ -35,6 +35,6 @@ def test_pieces_are_all_rows_and_fill_a_gpu(rows, columns, depth):
     assert last == end
     assert last + left == rows
     assert (
-        left * columns <= LEAST_PIECE * depth / AS_LONG
+        left * columns <= LEAST_PIECE * depth / BALANCED_DEPTH
         or left // 2 // ROW_GRAIN * ROW_GRAIN * columns < LEAST_PIECE
     )

@@ -103,7 +103,7 @@ class _Caller(ExternKernelCaller):
     def benchmark(self, *args: Any, out: Tensor) -> float:
         """The time in milliseconds as Inductor measures it."""
         self.given = args, out
-        measured: float = super().benchmark(*args, out=out)  # type: ignore[no-untyped-call]  # of torch
+        measured: float = super().benchmark(*args, out=out)  # type: ignore[no-untyped-call]  # torch's method has no types
         return measured
 
     def settle(self, times: dict[Any, float]) -> None:

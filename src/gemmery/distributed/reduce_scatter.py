@@ -41,10 +41,10 @@ from .rows import PartialSums, arrived, arriving, for_rows, lie_apart, words_of
 #: Elements of the least product that fills a GPU: about as many tiles of 128 by 256 as an H200 has multiprocessors.
 #: Rows of pieces are multiples of `ROW_GRAIN`, as large tiles have.
 LEAST_PIECE, ROW_GRAIN = 120 * 128 * 256, 256
-#: A depth K at which an H200 computes a 16-bit element in about the time in which a copy engine sends it to another GPU
-#: (700 TFLOP/s, 350 GB/s); a little less, since a short wait costs less than another kernel. Other pieces are measured
-#: in `benchmarks/results/looks/scatter_pieces-bf16.json`.
-AS_LONG = 1800
+#: The depth K at which an H200 takes about as long to compute a 16-bit element (700 TFLOP/s) as a copy engine takes to
+#: send it to another GPU (350 GB/s). It is a little less than that, because a short wait costs less than another
+#: kernel. `benchmarks/results/looks/scatter_pieces-bf16.json` has the times of other pieces.
+BALANCED_DEPTH = 1800
 #: The attribute of an epilogue that keeps the result of `with_received`, so that nothing else holds its tensors.
 _OWN = "__gemmery_with_received__"
 
@@ -216,7 +216,7 @@ def pieces(rows: int, columns: int, depth: int) -> list[tuple[int, int]]:
     Args:
         depth: K.
     """
-    most = LEAST_PIECE * depth // AS_LONG
+    most = LEAST_PIECE * depth // BALANCED_DEPTH
     found, first = [], 0
     while (rows - first) * columns > most:
         half = (rows - first) // 2 // ROW_GRAIN * ROW_GRAIN

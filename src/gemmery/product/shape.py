@@ -10,7 +10,7 @@ from ..layout import broadcast_batch
 
 #: Operations whose second operand is a weight (..., N, K).
 OF_WEIGHTS = ("linear", "grouped_linear")
-#: What to do if the transpose of the second operand would fit.
+#: What to do if the transposed second operand fits.
 _TRANSPOSED = {
     "matmul": "; for a weight (N, K), use gemmery.linear or b.T",
     "linear": "; for a weight (K, N), use gemmery.matmul or weight.T",
@@ -20,7 +20,7 @@ _TRANSPOSED = {
 
 
 def transposed_hint(op: str, inner: int, second: Sequence[int]) -> str:
-    """What an error about different inner sizes adds, if the transpose of the second operand would fit."""
+    """The end of a message about unequal inner sizes: what to do if the transposed second operand fits, or nothing."""
     return _TRANSPOSED.get(op, "") if inner in second[-2:] else ""
 
 
