@@ -345,7 +345,7 @@ def measure(
         elif name == OURS and not (found["error"] < RIGHT and found["same_on_ranks"] and found["repeats"]):
             raise RuntimeError(f"{row.name}: {found}")
         if name == OURS:
-            entry["config"] = configs(lambda a: a.is_summed)[-1:]
+            entry["config"] = configs(lambda p: p.a.is_summed)[-1:]
     order = random.Random(args.seed or 0)
     entry["seconds"] = {}
     if watch is not None:
@@ -356,8 +356,8 @@ def measure(
 
 
 def configs(suits: Callable[[Any], bool]) -> list[str]:
-    """Those of all products by kernels so far whose first operand suits, the last one last."""
-    return [str(x.plan.config) for x in cache._known.values() if suits(x.plan.problem.a)]
+    """Those of all problems so far that suit, the last one last."""
+    return [str(x.plan.config) for x in cache._known.values() if suits(x.plan.problem)]
 
 
 def report(entry: dict[str, Any]) -> str:

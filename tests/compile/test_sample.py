@@ -98,13 +98,10 @@ ADAPTED = {
 
 #: Of products that wait for other ranks.
 WAITING = {
-    "rows, one part": ("arriving", "128x256x64-g0-w8-s4-cooperative-descriptor"),
-    "rows, many parts": ("arriving", "128x160x64-g0-w8-s5-cooperative-descriptor-k2"),
-    "rows, pairs": ("arriving_swiglu", "128x256x64-g0-w8-s4-cooperative-descriptor"),
-    "own apart": ("arriving_apart", "128x256x64-g0-w8-s4-cooperative-descriptor"),
-    "own apart, swapped": ("arriving_apart", "256x128x64-g0-w8-s4-cooperative-descriptor-swap"),
-    "received": ("received", "256x128x64-g0-w8-s4-cooperative-descriptor-swap"),
-    "without Gluon": ("arriving", "128x128x64-g8-w8-s3-tile-descriptor"),
+    "a matrix": ("received", "256x128x64-g0-w8-s4-cooperative-descriptor-swap"),
+    "many parts": ("received", "128x160x64-g0-w8-s5-cooperative-descriptor-k2"),
+    "pairs": ("received_swiglu", "128x256x64-g0-w8-s4-cooperative-descriptor"),
+    "without Gluon": ("received", "128x128x64-g8-w8-s3-tile-descriptor"),
 }
 
 every_target = pytest.mark.parametrize("target", TARGETS)

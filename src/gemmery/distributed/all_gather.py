@@ -28,8 +28,9 @@ from .calls import (
     unpermuted,
 )
 from .collectives import Gathered
+from .gathered import has_parts, product_of
 from .reduce_scatter import scattered_product
-from .rows import arrived, arriving, for_rows, lie_apart
+from .rows import for_rows, gathering
 
 
 def all_gather_matmul(
@@ -151,15 +152,14 @@ def _gathered_product(
 ) -> Any:  # fmt: skip
     """A product with a first operand that is one matrix."""
     shared = for_rows(x, b, bias, functions, group)
-    if shared is None:
+    if shared is None or not has_parts(shared, op, x, b, bias, functions, options):
         whole = Gathered.apply(x, group)  # type: ignore[no-untyped-call]
         return product(op, whole, b, bias, functions, None, options)
     x, b = unpermuted(x, b)
-    apart = lie_apart(x, b, bias, functions, options)
 
     def launched() -> Any:
-        with arriving(f"all_gather_{op}", x, shared, apart) as rows:
-            return product(op, rows, b, bias, functions, None, options)
+        with gathering(f"all_gather_{op}", x, shared) as rows:
+            return product_of(rows, op, b, bias, functions, options)
 
     return given_up(shared, launched)
 
@@ -199,6 +199,6 @@ class _GatheredProduct(torch.autograd.Function):
         if shared is None:
             whole = Gathered.apply(x, group)  # type: ignore[no-untyped-call]
             return of_rows(), of_weight(whole), None, None, None
-        with arriving(f"all_gather_{ctx.op}", x, shared, apart=False) as rows:
+        with gathering(f"all_gather_{ctx.op}", x, shared) as rows:
             of_x = of_rows()
-        return of_x, of_weight(arrived(rows)), None, None, None
+        return of_x, of_weight(rows.whole()), None, None, None

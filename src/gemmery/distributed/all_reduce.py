@@ -9,25 +9,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..epilogues.function import Epilogue, memoised
 from ..formats.weight import PackedWeight
 from ..operands import SummedOver
 from ..operands.summed import places_of
 from ..precision import AskedPrecision, resolved
 from ..problem import Config
-from ..product.epilogue import program
 from ..product.run import checked, product
 from ..product.spec import NONE, Functions, Options, OutTypes
 from .calls import (
     as_autocast,
     as_batch,
     as_matrices,
-    captured,
     checked_group,
     columns_of,
     finished,
     given_up,
+    has_own_rows,
     moved,
+    of_some_rows,
     outside_compiler,
     shared_memory,
     tensors_of,
@@ -40,8 +39,6 @@ from .rows import collected
 #: The number of rows from which on the sum is scattered over the ranks and its results are gathered; measured on two
 #: H200.
 BY_ROWS = 1024
-#: The attribute of an Epilogue that keeps the answer of `_draws`.
-_DRAWS = "__gemmery_draws__"
 
 
 def matmul_all_reduce(
@@ -177,35 +174,18 @@ def _by_rows(
     """The product whose sum is scattered over the ranks; the results are then gathered.
 
     With many rows, this sends half as much as if each rank adds up all rows. None if the ranks do not divide the rows,
-    if the epilogue holds a matrix, of which each rank would need its rows, or if it draws random numbers.
+    or if these do not have results of their own.
     """
     rows = x.shape[0]
-    if rows % shared.ranks or any(t.dim() > 1 for t in captured(functions)):
+    if rows % shared.ranks or not has_own_rows(op, x, b, bias, functions, options):
         return None
-    if functions.epilogue is not None and _draws(op, x, b, bias, functions, options):
-        return None
-    first, count = shared.rank * (rows // shared.ranks), rows // shared.ranks
-
-    def own(value: Any) -> Any:
-        has_rows = isinstance(value, Tensor) and value.dim() == 2 and value.shape[0] == rows
-        return value.narrow(0, first, count) if has_rows else value
-
-    functions = functions._replace(args=tuple([own(value) for value in functions.args]))
-    made = scattered_product(op, x, b, own(bias), functions, options, group)
+    count = rows // shared.ranks
+    own = of_some_rows(bias, functions, shared.rank * count, count, rows)
+    made = scattered_product(op, x, b, *own, options, group)
     name = f"{op}_all_reduce"
     results = made if isinstance(made, tuple) else (made,)
     whole = given_up(shared, lambda: collected(name, results, shared))
     return whole if isinstance(made, tuple) else whole[0]
-
-
-def _draws(op: str, x: Tensor, b: Any, bias: Any, functions: Functions, options: Options) -> bool:
-    """Whether an epilogue draws random numbers, which depend on the place in the whole product."""
-    function = memoised(functions.epilogue)
-    # The answer is the same for each call of an Epilogue.
-    own = function.__dict__ if isinstance(function, Epilogue) else {}
-    if _DRAWS not in own:
-        own[_DRAWS] = "uniform(" in program(checked(op, x, b, bias, functions, None, options)).source
-    return bool(own[_DRAWS])
 
 
 def _in_kernel(

@@ -14,12 +14,12 @@ from torch.compiler import is_dynamo_compiling
 
 from .. import devices
 from ..dtensors import is_sharded
-from ..epilogues.function import captured_of
+from ..epilogues.function import Epilogue, captured_of, memoised
 from ..epilogues.results import returned
 from ..formats.weight import PackedWeight
 from ..operands.dense import AUTOCAST
 from ..product.check import check_not_packed, check_second, check_tensor
-from ..product.epilogue import outputs_of
+from ..product.epilogue import outputs_of, program
 from ..product.run import checked
 from ..product.seen import PLAIN, autocast_dtype, is_followed, needs_dispatcher, wants_gradient
 from ..product.shape import OF_WEIGHTS, operand_names
@@ -28,6 +28,8 @@ from .exchange import Shared, shared_by
 
 #: Types of operands that kernels support: their products are summed in 32 bits.
 TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.int8)
+#: The attribute of an Epilogue that keeps whether it draws random numbers.
+_DRAWS = "__gemmery_draws__"
 
 
 def outside_compiler(function: Callable[..., Any], *args: Any) -> Any:
@@ -145,6 +147,39 @@ def columns_of(op: str, b: Any) -> int:
     """Columns of a product, of which b, without a batch, is the second operand."""
     of_weight = op in OF_WEIGHTS or isinstance(b, PackedWeight)
     return int(b.shape[-2 if of_weight else -1])
+
+
+def has_own_rows(op: str, x: Tensor, b: Any, bias: Any, functions: Functions, options: Options) -> bool:
+    """Whether some rows of a product of matrices can be computed as a product of their own.
+
+    They cannot if the epilogue holds a matrix, of which only some rows belong to them, or if it draws random numbers,
+    which depend on the place in the whole product.
+    """
+    if functions.epilogue is None:
+        return True
+    if any(t.dim() > 1 for t in captured(functions)):
+        return False
+    function = memoised(functions.epilogue)
+    # The answer is the same for each call of an Epilogue.
+    own = function.__dict__ if isinstance(function, Epilogue) else {}
+    if _DRAWS not in own:
+        own[_DRAWS] = "uniform(" in program(checked(op, x, b, bias, functions, None, options)).source
+    return not own[_DRAWS]
+
+
+def of_some_rows(bias: Any, functions: Functions, first: int, count: int, rows: int) -> tuple[Any, Functions]:
+    """Bias and functions of the product of some rows of a matrix.
+
+    Args:
+        first, count: the first row, and how many.
+        rows: those of the whole matrix. What has as many rows is narrowed.
+    """
+
+    def narrowed(value: Any) -> Any:
+        has_rows = isinstance(value, Tensor) and value.dim() == 2 and value.shape[0] == rows
+        return value.narrow(0, first, count) if has_rows else value
+
+    return narrowed(bias), functions._replace(args=tuple([narrowed(value) for value in functions.args]))
 
 
 def unpermuted(a: Tensor, b: Any) -> tuple[Tensor, Any]:

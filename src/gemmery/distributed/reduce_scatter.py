@@ -36,11 +36,11 @@ from .calls import (
 )
 from .collectives import Gathered, Scattered
 from .exchange import PARTIALS
-from .rows import PartialSums, arrived, arriving, for_rows, lie_apart, words_of
+from .gathered import product_of
+from .rows import LEAST_PIECE, PartialSums, for_rows, gathering, words_of
 
-#: Elements of the least product that fills a GPU: about as many tiles of 128 by 256 as an H200 has multiprocessors.
-#: Rows of pieces are multiples of `ROW_GRAIN`, as large tiles have.
-LEAST_PIECE, ROW_GRAIN = 120 * 128 * 256, 256
+#: Rows of pieces are multiples of this, as large tiles have.
+ROW_GRAIN = 256
 #: The depth K at which an H200 takes about as long to compute a 16-bit element (700 TFLOP/s) as a copy engine takes to
 #: send it to another GPU (350 GB/s). It is a little less than that, because a short wait costs less than another
 #: kernel. `benchmarks/results/looks/scatter_pieces-bf16.json` has the times of other pieces.
@@ -273,12 +273,6 @@ class _ScatteredProduct(torch.autograd.Function):
         grad, options = grad.to(x.dtype), ctx.options
         back = b if ctx.op == "linear" else b.mT
 
-        def of_rows(rows: Any) -> Tensor | None:
-            if not ctx.needs_input_grad[0]:
-                return None
-            made: Tensor = product("matmul", rows, back, None, NONE, None, options)
-            return made
-
         def of_weight(whole: Tensor) -> Tensor | None:
             if not ctx.needs_input_grad[1]:
                 return None
@@ -286,11 +280,12 @@ class _ScatteredProduct(torch.autograd.Function):
             made: Tensor = product("matmul", left, right, None, NONE, None, options)
             return made.to(b.dtype)
 
+        needs_x = ctx.needs_input_grad[0]
         shared = for_rows(grad, b, None, NONE, ctx.group)
         if shared is None:
             whole = Gathered.apply(grad, ctx.group)  # type: ignore[no-untyped-call]
-            return of_rows(whole), of_weight(whole), None, None, None
-        apart = lie_apart(grad, back, None, NONE, options)
-        with arriving(f"{ctx.op}_reduce_scatter", grad, shared, apart) as rows:
-            of_x = of_rows(rows)
-        return of_x, of_weight(arrived(rows)), None, None, None
+            of_x = product("matmul", whole, back, None, NONE, None, options) if needs_x else None
+            return of_x, of_weight(whole), None, None, None
+        with gathering(f"{ctx.op}_reduce_scatter", grad, shared) as rows:
+            of_x = product_of(rows, "matmul", back, None, NONE, options) if needs_x else None
+        return of_x, of_weight(rows.whole()) if ctx.needs_input_grad[1] else None, None, None, None

@@ -12,22 +12,16 @@ import torch.distributed as dist
 import triton
 from torch import Tensor
 
-from .. import devices
-from ..kernels.shards import begin_call, collect, place_shard, wait_for_ranks
-from ..operands import Arrivals, ArrivingRows
-from ..problem import Config
-from ..product.seen import PLAIN
-from ..product.spec import Functions, Options
-from ..schedules import DEFAULT
-from ..schedules.any_width import COOPERATIVE
-from ..select.shortlist import SHARD
+from ..kernels.shards import begin_call, collect, wait_for_ranks
+from ..operands import Arrivals, AwaitingRows
+from ..product.spec import Functions
 from .calls import shared_memory, tensors_of
 from .exchange import PARTIALS, RESULTS, ROWS, Memory, Shared
 
 #: Elements that a program copies.
 BLOCK = 4096
-#: Types of rows that kernels for tiles of any width support.
-HALVES = (torch.float16, torch.bfloat16)
+#: Elements of the least product that fills a GPU: about as many tiles of 128 by 256 as an H200 has multiprocessors.
+LEAST_PIECE = 120 * 128 * 256
 
 
 class Numbers(NamedTuple):
@@ -47,12 +41,10 @@ class Numbers(NamedTuple):
         both = [buffer[memory.size :].view(2, -1) for buffer in memory.buffers]
         return cls(tuple([x[0] for x in both]), tuple([x[1] for x in both]))
 
-    def arrivals(self, shared: Shared, memory: Memory, of_rows: bool) -> Arrivals:
+    def arrivals(self, shared: Shared, memory: Memory) -> Arrivals:
         """The counters for which the product of a call waits."""
         rank, failed = shared.rank, memory.failures.data_ptr()
-        return Arrivals(
-            self.flags[rank], memory.counters, rank, shared.ranks, failed, shared.patience, of_rows
-        )
+        return Arrivals(self.flags[rank], memory.counters, rank, shared.ranks, failed, shared.patience)
 
 
 def words_of(rows: int, columns: int, dtype: torch.dtype) -> int:
@@ -80,72 +72,63 @@ class _Rows(NamedTuple):
         whole: all rows, on this rank.
         shards: this rank's shard, on every rank.
         sent: the numbers that tell, on every rank, that this rank's shard was sent.
-        arrivals: see `ArrivingRows`.
-        begin: launches `place_shard`, or `begin_call` where the shard is in separate memory, given a shard and the time
-            for which it waits.
+        begin: launches `begin_call`, given the time for which it waits.
+        wait: launches `wait_for_ranks`, given the first rank, the one after the last, and the time for which it waits.
     """
 
     whole: Tensor
     shards: tuple[Tensor, ...]
     sent: tuple[Tensor, ...]
-    arrivals: Arrivals
-    begin: Callable[[Tensor, int], object]
+    begin: Callable[[int], object]
+    wait: Callable[[int, int, int], object]
+
+
+class GatheredRows:
+    """The rows of all ranks: this rank's own, and those of the others, which arrive while the own ones are multiplied.
+
+    Attributes:
+        own: this rank's rows, (rows, columns).
+        rank, ranks: this rank, and the number of ranks.
+    """
+
+    def __init__(self, shared: Shared, views: _Rows, own: Tensor) -> None:
+        self.own, self.rank, self.ranks = own, shared.rank, shared.ranks
+        self._whole, self._wait, self._patience = views.whole, views.wait, shared.patience
+
+    def of(self, first: int, last: int) -> Tensor:
+        """The rows of other ranks, from number `first` on and before number `last`; later work waits for them."""
+        self._wait(first, last, self._patience)
+        rows = self.own.shape[0]
+        return self._whole.narrow(0, first * rows, (last - first) * rows)
+
+    def whole(self) -> Tensor:
+        """The matrix of all rows; later work waits for them."""
+        self._whole.chunk(self.ranks)[self.rank].copy_(self.own)
+        self._wait(0, self.ranks, self._patience)
+        return self._whole
 
 
 def for_rows(x: Tensor, b: Any, bias: Any, functions: Functions, group: dist.ProcessGroup) -> Shared | None:
     """The memory through which rows are gathered while they are multiplied; None if they are gathered before."""
     ranks, (rows, columns) = dist.get_world_size(group), x.shape
-    if not columns or not rows or rows % SHARD or words_of(ranks * rows, columns, x.dtype) > ROWS.most:
+    if not columns or not rows or words_of(ranks * rows, columns, x.dtype) > ROWS.most:
         return None
     return shared_memory(x, tensors_of(x, b, bias, functions), group)
 
 
-def lie_apart(x: Tensor, b: Any, bias: Any, functions: Functions, options: Options) -> bool:
-    """Whether a product reads the rank's own rows from x, and not from the memory of all rows.
-
-    Kernels for tiles of any width do so through a second tensor map, and others through pointers, which is slower. So
-    the answer is whether the former are chosen, as far as types and sizes tell.
-    """
-    device, config = devices.current(x.device), options.config
-    if device is None or not (devices.INTERPRETED or COOPERATIVE.runs_on(device.target)):
-        return False
-    if type(b) not in PLAIN or x.dtype not in HALVES or b.dtype != x.dtype:
-        return False
-    if options.out_dtype not in (None, *HALVES):
-        return False
-    if (
-        config is not None
-        and (pinned := Config.of(config)).schedule == DEFAULT
-        and pinned.loader != "pointer"
-    ):
-        return False
-    matrices = [t for t in tensors_of(x, b, None, functions)[2:] if t.dim() > 1]
-    has_rows = isinstance(bias, Tensor) and bias.dim() > 1
-    return not has_rows and len(matrices) <= 1 and all(t.dtype in HALVES for t in matrices)
-
-
 @contextmanager
-def arriving(op: str, x: Tensor, shared: Shared, apart: bool) -> Iterator[ArrivingRows]:
-    """The rows of all ranks, shard after shard, as an operand that waits for them.
-
-    The other ranks' shards arrive while the body of the context runs. They stay there until the next call. Code that
-    does not wait for them itself uses `arrived`.
+def gathering(op: str, x: Tensor, shared: Shared) -> Iterator[GatheredRows]:
+    """The rows of all ranks. They are sent while the body of the context runs, and stay there until the next call.
 
     Args:
         x: (rows, columns), of the same shape and type on all ranks.
-        apart: whether the rank's own rows stay where they are, see `lie_apart`. Rows that are not contiguous and
-            aligned are always copied.
     """
-    rows, columns = x.shape
-    memory = shared.memory(op, ROWS, words_of(shared.ranks * rows, columns, x.dtype))
-    place = x.data_ptr() % 16
-    apart = apart and place == 0 and x.is_contiguous()
-    # Otherwise also the properties that select the kernel which copies the shard.
-    key = (rows, columns, x.dtype, *(() if apart else (x.stride(), place)))
-    views: _Rows = memory.view(key, lambda: _rows(shared, memory, x, apart))
-    patience = shared.patience
-    views.begin(x, patience)
-    own = x if apart else views.shards[shared.rank]
+    # The copy engines send adjacent rows.
+    own = x.contiguous()
+    rows, columns = own.shape
+    memory = shared.memory(op, ROWS, words_of(shared.ranks * rows, columns, own.dtype))
+    views: _Rows = memory.view((rows, columns, own.dtype), lambda: _rows(shared, memory, own))
+    views.begin(shared.patience)
     with shared.beside():
         # First to the rank that visits it first.
         for step in range(1, shared.ranks):
@@ -153,44 +136,27 @@ def arriving(op: str, x: Tensor, shared: Shared, apart: bool) -> Iterator[Arrivi
             views.shards[rank].copy_(own, non_blocking=True)
             views.sent[rank].copy_(memory.counters, non_blocking=True)
     try:
-        yield ArrivingRows(views.whole, views.arrivals._replace(patience=patience), own if apart else None)
+        yield GatheredRows(shared, views, own)
     finally:
         shared.join()
 
 
-def arrived(rows: ArrivingRows) -> Tensor:
-    """The matrix of all rows, for later work: a kernel waits until they have arrived."""
-    flags, calls, rank, ranks, failed, patience, _ = rows.arrivals
-    if rows.own is not None:
-        rows.matrix.chunk(ranks)[rank].copy_(rows.own)
-    wait_for_ranks[(1,)]((flags, calls, failed, patience), RANK=rank, RANKS=ranks)
-    return rows.matrix
-
-
 @torch.inference_mode(False)
-def _rows(shared: Shared, memory: Memory, x: Tensor, apart: bool) -> _Rows:
+def _rows(shared: Shared, memory: Memory, x: Tensor) -> _Rows:
     rank, ranks, (rows, columns) = shared.rank, shared.ranks, x.shape
     wholes = [
         buffer[: memory.size].view(x.dtype)[: ranks * rows * columns].view(-1, columns)
         for buffer in memory.buffers
     ]
-    shards = tuple([whole[rank * rows : (rank + 1) * rows] for whole in wholes])
     numbers = Numbers.of(memory)
-    sent, arrivals = (
-        tuple([each[rank : rank + 1] for each in numbers.flags]),
-        numbers.arrivals(shared, memory, True),
-    )
-    if apart:
-        begin = _beginning(shared, memory, numbers, waits=True)
-        return _Rows(wholes[rank], shards, sent, arrivals, lambda x, patience: begin(patience))
-    failed = memory.failures.data_ptr()
-    before = shards[rank], numbers.begun, memory.counters, failed, columns, *x.stride()
-    constants = rank, ranks, BLOCK
-    grid = (rows * triton.cdiv(columns, BLOCK), 1, 1)
-    launch = _quick(place_shard, grid, x.is_cuda, x, *before, shared.patience, *constants)
+    before = numbers.flags[rank], memory.counters, memory.failures.data_ptr()
+    launch = _quick(wait_for_ranks, (1, 1, 1), x.is_cuda, *before, 0, ranks, shared.patience, rank)
     return _Rows(
-        wholes[rank], shards, sent, arrivals, lambda x, patience: launch(x, *before, patience, *constants)
-    )
+        wholes[rank], tuple([whole[rank * rows : (rank + 1) * rows] for whole in wholes]),
+        tuple([each[rank : rank + 1] for each in numbers.flags]),
+        _beginning(shared, memory, numbers, waits=True),
+        lambda first, last, patience: launch(*before, first, last, patience, rank),
+    )  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -204,7 +170,7 @@ class Partials(NamedTuple):
         sends: this rank's, (rows, columns), on every rank.
         sent: the numbers that tell, on every rank, that these were sent.
         received: those of the other ranks, on this one, in the order of the ranks.
-        arrivals: see `ArrivingRows`.
+        arrivals: see `AwaitingRows`.
         begin: launches `begin_call`, given its timeout.
     """
 
@@ -250,9 +216,9 @@ class PartialSums:
             if is_last:
                 views.sent[rank].copy_(self._memory.counters, non_blocking=True)
 
-    def behind(self, x: Tensor) -> ArrivingRows:
+    def behind(self, x: Tensor) -> AwaitingRows:
         """An operand for whose products tiles wait for `received`."""
-        return ArrivingRows(x, self._views.arrivals._replace(patience=self._shared.patience))
+        return AwaitingRows(x, self._views.arrivals._replace(patience=self._shared.patience))
 
     def end(self) -> None:
         """Makes later work wait until all rows are sent."""
@@ -271,7 +237,7 @@ def _partials(shared: Shared, memory: Memory, rows: int, columns: int, dtype: to
     return Partials(
         tuple([whole[rank] for whole in wholes]), tuple([each[rank : rank + 1] for each in numbers.flags]),
         tuple([wholes[rank][other] for other in range(ranks) if other != rank]),
-        numbers.arrivals(shared, memory, of_rows=False), _beginning(shared, memory, numbers, waits=True),
+        numbers.arrivals(shared, memory), _beginning(shared, memory, numbers, waits=True),
     )  # fmt: skip
 
 

@@ -30,8 +30,7 @@ come from its two halves in turn, eight at a time, so that both numbers that mak
 "many rows" and "many turned" are for a batch of matrices and have one more coordinate, the number of the matrix.
 "grouped rows" are for an A whose rows are in groups, each multiplied by its own matrix of B; see
 `place.next_tile_of_rows`. "ranged turned" are for operands of which each product of a batch has a range of K. Tiles of
-a batch are not cut along K. "own rows" are for an A of which some rows are in separate memory, with a separate tensor
-map; see `shards.arriving_tile`.
+a batch are not cut along K.
 """
 
 from triton.experimental import gluon
@@ -394,7 +393,7 @@ def consume(
     ]
 )  # fmt: skip
 def gemm_any_width(
-    x, y, out, scales, shifts, own, matrix, M, N, K, units, whole, parts, part_k, tiles_m, tiles_n, area_divisor,
+    x, y, out, scales, shifts, matrix, M, N, K, units, whole, parts, part_k, tiles_m, tiles_n, area_divisor,
     band_divisor, last_divisor, cut_divisor, width, band_m, x_box, x_size, y_box, y_size, streams, stages, place_args,
     step_args, args, workspace,
     PLACE: gl.constexpr, READY: gl.constexpr, GROUP_OF: gl.constexpr, GIVEN: gl.constexpr, SECOND: gl.constexpr,
@@ -411,7 +410,6 @@ def gemm_any_width(
         out: descriptor of a part of the output, 64 rows of X by some of Y, which is stored at a time.
         scales, shifts: descriptors of a packed weight's group parameters, where it has them. Only their tensor maps
             are used.
-        own: descriptor of the rows of A in separate memory, if there are some. Only its tensor map is used.
         matrix: descriptor of a matrix that the epilogue reads or writes, as `out`; None if there is none. Only its
             tensor map is used.
         units, whole: how many units there are, and how many of them are whole tiles.

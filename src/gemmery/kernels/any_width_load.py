@@ -26,7 +26,7 @@ SMALL = (64, 96)
 #: Dimensions of the tensor map of an operand of each form.
 _DIMS = {
     "rows": 2, "turned": 2, "pairs": 4, "packed": 3, "sparse": 2, "sparse pairs": 4,
-    "many rows": 3, "many turned": 3, "grouped rows": 2, "ranged turned": 4, "own rows": 2,
+    "many rows": 3, "many turned": 3, "grouped rows": 2, "ranged turned": 4,
 }  # fmt: skip
 #: The end of the innermost of the dimensions that rows of groups and ranges of K have, see
 #: `any_width_finish.store_slot`.
@@ -48,16 +48,6 @@ def is_paired(X_FORM, Y_FORM):
 def is_any(kind, *forms):
     """Whether some operands are of a kind, the first word of their forms."""
     return any(value_of(form).startswith(kind) for form in forms)
-
-
-def is_apart(X_FORM, Y_FORM):
-    """Whether some rows of an operand have a separate tensor map."""
-    return is_any("own", X_FORM, Y_FORM)
-
-
-def told_of(batch, X_FORM, Y_FORM):
-    """`matrix_of` for loads, which also take the mark of rows in separate memory, see `shards.arriving_tile`."""
-    return [batch] if is_apart(X_FORM, Y_FORM) else matrix_of(batch, X_FORM, Y_FORM)
 
 
 def matrix_of(batch, X_FORM, Y_FORM):
@@ -93,7 +83,6 @@ class Maps(NamedTuple):
     Attributes:
         x, y, out: of X, of Y and of the output.
         params: of each of `Stage.kinds`.
-        own: of the rows in separate memory, where there are some.
         matrix: of the epilogue's matrix, where there is one.
     """
 
@@ -101,7 +90,6 @@ class Maps(NamedTuple):
     y: int
     out: int
     params: list[int]
-    own: int
     matrix: int
 
 
@@ -121,9 +109,7 @@ def maps_of(X_FORM, Y_FORM, format=None):
     for kind in format.kinds if format else ():
         params.append(behind)
         behind += 1 + 2 * kind.dims
-    own = behind
-    behind += 5 if is_apart(X_FORM, Y_FORM) else 0
-    return Maps(0, behind_x, out, params, own, behind)
+    return Maps(0, behind_x, out, params, behind)
 
 
 @gluon.constexpr_function
@@ -184,7 +170,6 @@ class _Operand(NamedTuple):
         size: a register: bytes that a step loads.
         each: bytes of a row.
         params: assembly that loads the group parameters of a step.
-        chosen: assembly that chooses between two tensor maps, and sets `row`.
     """
 
     name: str
@@ -195,7 +180,6 @@ class _Operand(NamedTuple):
     size: str
     each: int
     params: str
-    chosen: str
 
     def setup(self, MAP: int, streams: str) -> str:
         """Assembly that sets the operand's registers, except those that `_places` sets.
@@ -207,7 +191,7 @@ class _Operand(NamedTuple):
         x = self.name
         return (
             f"mov.b64 {x}_map, gemm_any_width_param_{MAP}; cvta.param.u64 {x}_map, {x}_map;"
-            f"{self.chosen} setp.eq.s32 {x}_streams, {streams}, {'xy'.index(x) + 1};"
+            f"setp.eq.s32 {x}_streams, {streams}, {'xy'.index(x) + 1};"
             f"setp.lt.s32 {x}_several, {self.box}, {self.rows}; mad.lo.s32 {x}, stage, {x}_bytes, {x}_first;"
         )
 
@@ -239,9 +223,6 @@ class _Operand(NamedTuple):
 def _operands(X_ROWS, FORMAT, X_FORM, Y_FORM, batch, row, x_box, x_size, col, width, y_box, y_size):
     """X and Y, given registers of what `load_steps` takes; `batch` is used where there is one."""
     rows, format = value_of(X_ROWS), format_of(FORMAT)
-    own = maps_of(X_FORM, Y_FORM, format).own
-    chosen_x, row = _chosen("x", X_FORM, row, batch, own)
-    chosen_y, col = _chosen("y", Y_FORM, col, batch, own)
     params, size = "", params_bytes(rows, format)
     if size:
         maps = maps_of(X_FORM, Y_FORM, format).params
@@ -249,31 +230,10 @@ def _operands(X_ROWS, FORMAT, X_FORM, Y_FORM, batch, row, x_box, x_size, col, wi
     each, columns = x_bytes(rows, format) // rows, format.columns if format else 1
     return (
         _Operand(
-            "x", _load("x", value_of(X_FORM), columns, batch), row, str(rows), x_box, x_size, each, params, chosen_x
+            "x", _load("x", value_of(X_FORM), columns, batch), row, str(rows), x_box, x_size, each, params
         ),
-        _Operand("y", _load("y", value_of(Y_FORM), 1, batch), col, width, y_box, y_size, ROW.value, "", chosen_y),
+        _Operand("y", _load("y", value_of(Y_FORM), 1, batch), col, width, y_box, y_size, ROW.value, ""),
     )  # fmt: skip
-
-
-def _chosen(name, FORM, row, mark, own):
-    """`_Operand.chosen`, and the register with the first row in the tensor map.
-
-    Args:
-        name: of the operand.
-        FORM: its form.
-        row: a register with the first row.
-        mark: a register; see `shards.arriving_tile`.
-        own: the number of the kernel's parameter that is the tensor map of the rows in separate memory.
-    """
-    if value_of(FORM) != "own rows":
-        return "", row
-    at, to = f"{name}_row", f"{name}_map"
-    return (
-        f"mov.b32 {at}, {row}; setp.gt.s32 more, {mark}, 0; @more sub.s32 {at}, {at}, {mark};"
-        f"@more add.s32 {at}, {at}, 1; @more mov.b64 {to}, gemm_any_width_param_{own};"
-        f"@more cvta.param.u64 {to}, {to};",
-        at,
-    )
 
 
 def _load(name, FORM, columns, batch):
@@ -294,7 +254,6 @@ def _load(name, FORM, columns, batch):
             "rows": (f"{{k, {row}}}", ""),
             "turned": (f"{{{row}, k}}", ""),
             "grouped rows": (f"{{k, {row}}}", ""),
-            "own rows": (f"{{k, {row}}}", ""),
             "ranged turned": (
                 f"{{{row}, line, {batch}, strip}}",
                 f"sub.s32 line, k, {batch}; add.s32 line, line, {LAST_ROW.value}; mov.b32 strip, {LAST_ROW.value};",
@@ -318,7 +277,7 @@ def _load(name, FORM, columns, batch):
 _REGISTERS = (
     ".reg .pred done, wraps, more, x_streams, y_streams, x_several, y_several; .reg .b64 policy, x_map, y_map;"
     ".reg .b32 stage, phase, at, k, x, x_first, x_bytes, y, y_first, y_bytes, params, params_first;"
-    ".reg .b32 last, loaded, n, part, zero, eight, line, strip, x_row, y_row;"
+    ".reg .b32 last, loaded, n, part, zero, eight, line, strip;"
 )
 
 
@@ -368,7 +327,7 @@ def prefetch_maps(FORMAT, X_FORM, Y_FORM, _semantic=None):
     found = maps_of(X_FORM, Y_FORM, format_of(FORMAT))
     maps = "".join(
         f"mov.b64 map, gemm_any_width_param_{i}; cvta.param.u64 map, map; @first prefetch.tensormap [map];"
-        for i in (found.x, found.y, *found.params, *([found.own] if is_apart(X_FORM, Y_FORM) else []))
+        for i in (found.x, found.y, *found.params)
     )
     gl.inline_asm_elementwise(
         "{ .reg .pred first; .reg .b32 thread; .reg .b64 map; mov.u32 thread, %tid.x; setp.eq.s32 first, thread, 0;"
@@ -392,7 +351,7 @@ def begin(
     """
     full_, stages_, k_, last_, *of_operands, streams_ = (f"${i}" for i in range(1, 13))
     given = [full, stages, k, last_k, row, x_box, x_size, col, width, y_box, y_size, streams]
-    given += told_of(batch, X_FORM, Y_FORM)
+    given += matrix_of(batch, X_FORM, Y_FORM)
     x, y = _operands(X_ROWS, FORMAT, X_FORM, Y_FORM, "$13", *of_operands)
     maps = maps_of(X_FORM, Y_FORM)
 
@@ -447,7 +406,7 @@ def load_steps(
         x_size, y_size: bytes that a step loads of X, with its group parameters, and of Y. Rows that two boxes load
             count twice.
         streams: 1 where X is the first to leave L2, 2 where Y is, 0 if neither is.
-        batch: the number of the matrix, in a batch; or the end of the range of K; or `shards.arriving_tile`'s mark.
+        batch: the number of the matrix, in a batch; or the end of the range of K.
         STEP: elements along K of a step.
         FORMAT: see `multiply_steps`.
         X_FORM, Y_FORM: the forms of the operands.
@@ -465,7 +424,7 @@ def load_steps(
         return f"{{ {_steps(operands, free, last_, STEP, wraps + begins)} }}"
 
     given = [full, stage, phase, stages, k, last_k, row, x_box, x_size, col, width, y_box, y_size, streams]
-    given += told_of(batch, X_FORM, Y_FORM)
+    given += matrix_of(batch, X_FORM, Y_FORM)
     x, y = _operands(X_ROWS, FORMAT, X_FORM, Y_FORM, "$15", *of_operands)
     maps = maps_of(X_FORM, Y_FORM)
     loads = of(x, y)

@@ -91,26 +91,6 @@ def load_gathered(
 
 
 @triton.jit
-def load_apart(
-    x, shape, strides, sizes, batch, row, col,
-    ROWS: tl.constexpr, COLS: tl.constexpr, CHECK_ROWS: tl.constexpr, CHECK_COLS: tl.constexpr, WIDE: tl.constexpr,
-    RANK: tl.constexpr, RANKS: tl.constexpr,
-):  # fmt: skip
-    """A block of a matrix of `RANKS` shards, of which number `RANK` is in separate memory; no block has rows of two
-    shards.
-
-    `strides` has a fourth entry: where that shard is, whose strides are the same.
-    """
-    steps, stride_row, stride_col, own = strides
-    each = shape[0] // RANKS
-    if row // each == RANK:
-        x = own - tl.cast(RANK * each, tl.int64) * stride_row
-    return load_strided(
-        x, shape, (steps, stride_row, stride_col), sizes, batch, row, col, ROWS, COLS, CHECK_ROWS, CHECK_COLS, WIDE
-    )  # fmt: skip
-
-
-@triton.jit
 def load_tma(
     x, shape, strides, sizes, batch, row, col,
     ROWS: tl.constexpr, COLS: tl.constexpr, CHECK_ROWS: tl.constexpr, CHECK_COLS: tl.constexpr, WIDE: tl.constexpr,

@@ -1,11 +1,12 @@
 """Rows in shards, one for each of several GPUs: a rank sends its shard, and the others wait for it.
 
 A product of rows that all ranks have a shard of begins with the rank's own shard, while the others arrive: the copy
-engines of the other GPUs write them into a buffer of this one, each followed by the number of the call. Tiles wait for
-that number. A product that is summed over ranks, and whose rows then belong to one rank each, begins with the rows of
-others, which are sent to their owners likewise. The rank's own rows come last, and each tile waits for those of the
-other ranks before its epilogue adds them. Flux (arxiv.org/abs/2406.06858) and QuACK's all-gather
-(github.com/Dao-AILab/quack) overlap communication with products likewise.
+engines of the other GPUs write them into a buffer of this one, each followed by the number of the call. A kernel waits
+for that number before the product of these rows. A product that is summed over ranks, and whose rows then belong to one
+rank each, begins with the rows of others, which are sent to their owners likewise. The rank's own rows come last, and
+each tile waits for those of the other ranks before its epilogue adds them. Flux (arxiv.org/abs/2406.06858) and QuACK's
+all-gather (github.com/Dao-AILab/quack) overlap communication with products likewise; torch's async TP multiplies shard
+after shard, too.
 """
 
 import triton
@@ -22,29 +23,6 @@ IN_GLUON = tl.constexpr(False)
 
 
 @triton.jit
-def arriving_tile(
-    unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, band_m, PLACE: tl.constexpr, RANK: tl.constexpr,
-    RANKS: tl.constexpr, MARKS: tl.constexpr,
-):  # fmt: skip
-    """A place of an order that begins with the rank's own rows, see `place`. Returns once the rows are there.
-
-    `place_args` is (flags, calls, failed, patience), see `operands.arriving`. With MARKS, the batch of the rank's own
-    tiles is 1 + the first of its rows, and 0 of others, see `any_width_load`.
-    """
-    batch, row, col, end, first_k, last_k = PLACE(unit, state, shape, BLOCK_M, BLOCK_N, band_m)
-    row += RANK * (shape[0] // RANKS)
-    row = tl.where(row < shape[0], row, row - shape[0])
-    shard = row // (shape[0] // RANKS)
-    # A unit beyond the last one may have no rows.
-    if (shard != RANK) & (shard < RANKS):
-        flags, calls, failed, patience = state[len(state) - 1]
-        wait_for(flags + shard, tl.load(calls), failed, shard, patience)
-    if MARKS:
-        batch = tl.where(shard == RANK, 1 + RANK * (shape[0] // RANKS), 0)
-    return batch, row, col, end, first_k, last_k
-
-
-@triton.jit
 def tile_behind(
     unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, band_m, PLACE: tl.constexpr, RANK: tl.constexpr,
     RANKS: tl.constexpr,
@@ -56,7 +34,10 @@ def tile_behind(
 
 @triton.jit
 def all_there(place_args, RANK: tl.constexpr, RANKS: tl.constexpr):
-    """Waits until all ranks have sent what they send. `place_args` is that of `arriving_tile`."""
+    """Waits until all ranks have sent what they send.
+
+    `place_args` is (flags, calls, failed, patience), see `operands.awaiting`.
+    """
     flags, calls, failed, patience = place_args
     call = tl.load(calls)
     for rank in tl.static_range(RANKS):
@@ -64,10 +45,13 @@ def all_there(place_args, RANK: tl.constexpr, RANKS: tl.constexpr):
             wait_for(flags + rank, call, failed, rank, patience)
 
 
-@triton.jit
-def wait_for_ranks(place_args, RANK: tl.constexpr, RANKS: tl.constexpr):
-    """The same as a kernel, for products that do not wait themselves."""
-    all_there(place_args, RANK, RANKS)
+@triton.jit(do_not_specialize=["first", "last", "patience"])
+def wait_for_ranks(flags, calls, failed, first, last, patience, RANK: tl.constexpr):
+    """The same as a kernel, for some ranks: from number `first` on, before number `last`."""
+    call = tl.load(calls)
+    for rank in range(first, last):
+        if rank != RANK:
+            wait_for(flags + rank, call, failed, rank, patience)
 
 
 @triton.jit
@@ -112,38 +96,6 @@ def looked_at(flag, call, end, _semantic=None):
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["patience"])
-def place_shard(
-    x, shard, begun, calls, failed, cols, stride_row, stride_col, patience, RANK: tl.constexpr, RANKS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Copies this rank's shard to where all ranks' rows meet, counts the call, and waits until all ranks have begun it.
-
-    Afterwards the others read nothing that was there before, and may be sent this call's shard.
-
-    Args:
-        x: (rows, cols), with strides. There are programs for all of it.
-        shard: the same of the buffer, row by row.
-        begun: for each rank a pointer to `RANKS` numbers: the last call that each of the ranks has begun.
-        calls: a pointer to the number of the last call.
-        failed, patience: see `wait_for`.
-    """
-    block = tl.program_id(0)
-    across = tl.cdiv(cols, BLOCK)
-    row = (block // across).to(tl.int64)
-    cols_of = block % across * BLOCK + tl.arange(0, BLOCK)
-    inside = cols_of < cols
-    call = tl.load(calls) + 1
-    if block == 0:
-        tell(begun, call, RANK, RANKS)
-    values = tl.load(x + row * stride_row + cols_of.to(tl.int64) * stride_col, mask=inside)
-    tl.store(shard + row * cols + cols_of, values, mask=inside)
-    if block == 0:
-        meet(begun, call, failed, patience, RANK, RANKS)
-        # Only this program uses it.
-        tl.store(calls, call)
-
-
 @triton.jit
 def tell(begun, call, RANK: tl.constexpr, RANKS: tl.constexpr):
     """Signal to the other ranks that this one has reached a call; its earlier writes are then visible to them."""
@@ -164,7 +116,15 @@ def meet(begun, call, failed, patience, RANK: tl.constexpr, RANKS: tl.constexpr)
 def begin_call(
     begun, calls, failed, patience, RANK: tl.constexpr, RANKS: tl.constexpr, WAITS: tl.constexpr
 ):  # fmt: skip
-    """Counts a call and tells the other ranks, for which it waits with WAITS; see `place_shard`."""
+    """Counts a call and tells the other ranks, for which it waits with WAITS.
+
+    Once all ranks have begun a call, they read nothing that was in the buffers before.
+
+    Args:
+        begun: for each rank a pointer to `RANKS` numbers: the last call that each of the ranks has begun.
+        calls: a pointer to the number of the last call.
+        failed, patience: see `wait_for`.
+    """
     call = tl.load(calls) + 1
     tell(begun, call, RANK, RANKS)
     if WAITS:
@@ -182,7 +142,7 @@ def collect(
     Args:
         whole: (RANKS * rows, cols), row by row.
         shards: (rows, cols) of each rank, the same.
-        begun, failed, patience: see `place_shard`.
+        begun, failed, patience: see `begin_call`.
         calls: a pointer to the number of this call.
     """
     blocks = tl.cdiv(rows * cols, BLOCK)

@@ -26,7 +26,7 @@ from ..formats.sparse import SparseTensor, padded
 from ..formats.tensor import QuantizedTensor
 from ..kernels import pointwise
 from ..nn.feed_forward import Differentiable
-from ..operands import Arrivals, ArrivingRows, Exchange, Groups, SummedOver, WithAdapter
+from ..operands import Arrivals, AwaitingRows, Exchange, Groups, SummedOver, WithAdapter
 from ..operands.summed import places_of
 from ..problem import Problem
 from ..product import prepare, vjp
@@ -82,9 +82,8 @@ class Fused:
             operands have scales.
         group: columns of a sparse weight of int4 that share a scale, or 0.
         step: columns of both factors that share a scale; 0 if there are none that change along K.
-        ranks: over how many GPUs the product is summed, or its rows come from.
-        spread: what of several ranks the product is: their "sum", of "all rows", of "all rows, own apart", where those
-            of a rank are in separate memory, or of the "own rows" of a sum.
+        ranks: over how many GPUs the product is summed.
+        spread: which rows of that sum it gives: "all rows", or a rank's "own rows", for which it waits.
         adapter: the rank of an adapter whose thin product is added, or 0.
         aligned: whether only sizes that suit all loads are compiled: odd ones are refused, or spill somewhere.
     """
@@ -103,7 +102,7 @@ class Fused:
     group: int = 0
     step: int = 0
     ranks: int = 1
-    spread: str = "sum"
+    spread: str = "all rows"
     adapter: int = 0
     aligned: bool = False
 
@@ -146,14 +145,8 @@ FUSED: dict[str, Fused] = {
     "summed_residual": Fused(library.residual, ("matrix",), bias=True, ranks=2, rows=128),
     "summed_swiglu": Fused(library.swiglu, ranks=8, aligned=True),
     "summed_int4": Fused(library.gelu, bias=True, packed=("int4", 128), ranks=2),
-    "arriving": Fused(
-        unchanged, dtypes=("bf16", "int8"), ranks=2, spread="all rows", rows=4096, aligned=True
-    ),
-    "arriving_swiglu": Fused(library.swiglu, ranks=8, spread="all rows", rows=4096, aligned=True),
-    "arriving_apart": Fused(
-        library.residual, ("matrix",), ranks=2, spread="all rows, own apart", rows=4096, aligned=True
-    ),
     "received": Fused(library.residual, ("matrix",), ranks=2, spread="own rows", rows=4096, aligned=True),
+    "received_swiglu": Fused(library.swiglu, ranks=8, spread="own rows", rows=4096, aligned=True),
     "adapted": Fused(unchanged, dtypes=("bf16", "fp16", "fp32", "fp64"), adapter=16, rows=4096),
     "adapted_bias": Fused(unchanged, bias=True, adapter=64, rows=4096),
     "adapted_residual": Fused(library.residual, ("matrix",), adapter=8, rows=4096),
@@ -212,19 +205,15 @@ def _operands(name: str, dtype: str, rows: int, size: int) -> tuple[Any, Any, Te
     return x, weight, empty(columns) if how.bias else None, args
 
 
-def _spread(x: Tensor, columns: int, how: Fused) -> SummedOver | ArrivingRows:
+def _spread(x: Tensor, columns: int, how: Fused) -> SummedOver | AwaitingRows:
     """The first operand of a product of several ranks; each tensor is a separate object, as in a launch."""
     rows, failed, patience = x.shape[0], 1 << 40, 1 << 20
 
     def numbers(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device="meta")
 
-    if how.spread != "sum":
-        of_rows = how.spread.startswith("all rows")
-        own = torch.empty_like(x[: rows // how.ranks]) if how.spread == "all rows, own apart" else None
-        return ArrivingRows(
-            x, Arrivals(numbers(how.ranks), numbers(1), 1, how.ranks, failed, patience, of_rows), own
-        )
+    if how.spread == "own rows":
+        return AwaitingRows(x, Arrivals(numbers(how.ranks), numbers(1), 1, how.ranks, failed, patience))
     places = places_of(rows, columns)
     buffers = tuple([numbers(2, how.ranks, places) for _ in range(how.ranks)])
     return SummedOver(x, Exchange(buffers, numbers(places // 64 + 1), 1, places, failed, patience))

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from .adapted import Adapted, AdaptedOperand, WithAdapter
-from .arriving import Arrivals, Arriving, ArrivingOperand, ArrivingRows
+from .awaiting import Arrivals, Awaiting, AwaitingOperand, AwaitingRows
 from .base import Access, Layout, Operand, Spec, Traced
 from .blocks import BlocksOperand, PickedOperand, Sampled
 from .dense import Dense, DenseAccess, DenseOperand
@@ -22,7 +22,7 @@ from .sparse import Sparse, SparseOperand
 from .summed import Exchange, Summed, SummedOperand, SummedOver
 
 __all__ = [
-    "Access", "Adapted", "AdaptedOperand", "Arrivals", "Arriving", "ArrivingOperand", "ArrivingRows", "BlocksOperand",
+    "Access", "Adapted", "AdaptedOperand", "Arrivals", "Awaiting", "AwaitingOperand", "AwaitingRows", "BlocksOperand",
     "Dense", "DenseAccess", "DenseOperand", "Exchange", "Gathered", "GatheredOperand",
     "Groups", "Layout", "Operand", "Packed", "PackedOperand", "Pair", "PairOperand", "PickedOperand", "Ragged",
     "RaggedOperand", "RowScaledOperand", "Sampled", "Scaled", "ScaledOperand", "Sparse", "SparseOperand", "Spec",

@@ -200,19 +200,9 @@ class Spec(Layout):
         return True
 
     @property
-    def arrives(self) -> bool:
-        """Whether tiles wait for data from other GPUs; see `arriving`."""
+    def awaits(self) -> bool:
+        """Whether tiles wait for data from other GPUs; see `awaiting`."""
         return False
-
-    @property
-    def apart(self) -> bool:
-        """Whether this GPU's shard of the rows is in separate memory from the others; see `arriving`."""
-        return False
-
-    @property
-    def shards(self) -> int:
-        """The number of equal parts of the rows, one for each of several GPUs; a tile has rows of only one."""
-        return 1
 
     @property
     def mean_k(self) -> int:

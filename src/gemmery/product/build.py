@@ -16,8 +16,8 @@ from ..formats.tensor import QuantizedTensor
 from ..formats.weight import PackedWeight
 from ..operands import (
     AdaptedOperand,
-    ArrivingOperand,
-    ArrivingRows,
+    AwaitingOperand,
+    AwaitingRows,
     BlocksOperand,
     DenseOperand,
     Groups,
@@ -141,8 +141,8 @@ def operands_of(op: str, a: Any, b: Any, takes_pair: bool) -> tuple[Operand, Ope
         left, right = operands_of(op, a.matrix, b, takes_pair)
         # The adapter is added after the scales of the weight's rows.
         return AdaptedOperand(left.matrix, a.left, a.right, right.outer), right.without_outer()
-    if isinstance(a, ArrivingRows):
-        return ArrivingOperand(a.matrix, a.arrivals, a.own), operands_of(op, a.matrix, b, takes_pair)[1]
+    if isinstance(a, AwaitingRows):
+        return AwaitingOperand(a.matrix, a.arrivals), operands_of(op, a.matrix, b, takes_pair)[1]
     if isinstance(a, Sampled):
         return PickedOperand(a.matrix, a.stored, False), PickedOperand(b.matrix, b.stored, True)
     if is_blocks(a) or is_blocks(b):

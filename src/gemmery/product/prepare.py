@@ -143,6 +143,14 @@ def _traced(call: Call, out: Tensor | None) -> Known:
     )  # fmt: skip
 
 
+def results_of(call: Call) -> tuple[list[tuple[tuple[int, ...], torch.dtype] | None], bool]:
+    """The shapes and types of a checked call's results, None for reduced rows, and whether they are a tuple."""
+    if call.ready:
+        return [(call.shape, result_dtype(call.op, call.dtype, call.options.out_dtype))], False
+    made = program(call)
+    return Results(made, call.shape, _types(call, made), call.summed, call.a.is_ragged).whole, made.many
+
+
 def _types(call: Call, made: Program) -> tuple[torch.dtype, ...]:
     return tuple(output_types(call, [(x.dtype, x.matrix) for x in made.outputs]))
 

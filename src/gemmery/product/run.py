@@ -32,7 +32,7 @@ from ..formats.sparse import SparseTensor
 from ..formats.tensor import QuantizedTensor
 from ..formats.weight import PackedWeight
 from ..launch.plan import Plan
-from ..operands import ArrivingRows, BlocksOperand, Groups, PickedOperand, Sampled, SummedOver, WithAdapter
+from ..operands import AwaitingRows, BlocksOperand, Groups, PickedOperand, Sampled, SummedOver, WithAdapter
 from ..problem import Config
 from . import cache
 from .build import lowered, make_call
@@ -53,7 +53,7 @@ from .spec import ONES, Call, Functions, Number, Options, scalars_of
 
 _HELD = (Epilogue, Held)
 #: First operands that have more than a matrix.
-_SPREAD = (Groups, SummedOver, ArrivingRows, WithAdapter)
+_SPREAD = (Groups, SummedOver, AwaitingRows, WithAdapter)
 
 
 def product(
@@ -154,12 +154,11 @@ def _parts(a: Any, b: Any) -> tuple[list[Any], Any]:
         given, form = _parts(a.matrix, b)
         given[1:1] = [a.left, a.right, b.__dict__.get("channel") if isinstance(b, PackedWeight) else None]
         return given, ("adapted", form)
-    if type(a) is ArrivingRows:
-        flags, calls, rank, ranks, failed, patience, of_rows = a.arrivals
+    if type(a) is AwaitingRows:
+        flags, calls, rank, ranks, failed, patience = a.arrivals
         given, form = _parts(a.matrix, b)
-        apart = [] if a.own is None else [a.own]
-        given[1:1] = [*apart, flags, calls, failed, patience]
-        return given, ("arriving", rank, ranks, of_rows, len(apart), form)
+        given[1:1] = [flags, calls, failed, patience]
+        return given, ("awaiting", rank, ranks, form)
     kind = type(b)
     if kind is QuantizedTensor:
         own = b.__dict__

@@ -39,7 +39,7 @@ from .any_width_tile import (
     rules_of,
 )  # fmt: skip
 from .base import Forms
-from .binding import SHORT_ROWS, Binding, band_within, needs_only_its_block, storable, straddles, suits_tma
+from .binding import SHORT_ROWS, Binding, needs_only_its_block, storable, suits_tma
 from .cost import Costs, Floats, Given
 from .persistent_static import PersistentStatic, Work
 from .walk import Ints
@@ -73,7 +73,7 @@ class AnyWidth(PersistentStatic):
     # If there are few tiles, narrow ones have room for many parts.
     splits = (2, 3, 4, 6, 8, 11)
     sizes_bands = True
-    waits_for_rows = True
+    awaits = True
     fits = ("packed int4",)
     takes_turns: ClassVar[bool] = False
 
@@ -189,8 +189,6 @@ class AnyWidth(PersistentStatic):
                 else rules.about or f"{self.tile(c).own} rows for each warpgroup"
             )
             return f"{kind} leaves registers for a width of {widest}"
-        if (straddling := straddles(p, c)) is not None:
-            return straddling
         if p.a.is_summed and self.repeats(p, np.asarray(p.M), c):
             return "a sum over ranks needs tiles and parts of tiles that do not overlap"
         if not self.considers(p, np.asarray(p.M)):
@@ -240,12 +238,12 @@ class AnyWidth(PersistentStatic):
         p, c = problem, config
         tiles_m, tiles_n = -(-p.M // c.block_m), -(-p.N // c.block_n)
         if c.group_m:
-            return band_within(p, c, min(c.group_m, tiles_m))
+            return min(c.group_m, tiles_m)
         shape = (c.block_n * p.b.bits) / (c.block_m * p.a.bits)
         height = rules_of(p.b.staged).band * math.sqrt(p.device.sms * shape)
         if height * tiles_n <= p.device.sms:
-            return band_within(p, c, min(LOW_BAND, tiles_m))
-        return band_within(p, c, -(-tiles_m // max(1, round(tiles_m / height))))
+            return min(LOW_BAND, tiles_m)
+        return -(-tiles_m // max(1, round(tiles_m / height)))
 
     def cut_units(self, work: Work, unit: Ints) -> tuple[Ints, Ints]:
         # As `kernels.order.part_of`.

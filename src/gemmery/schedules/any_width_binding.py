@@ -251,7 +251,7 @@ class AnyWidthBinding(Binding):
         divisors = map(divisor, (area, band, last_band, max(1, counted)))
         return [
             x_map, self._operand(y, not c.swap, self.part, boxes[1]), self._output(out, block), *params,
-            self._own(of_a, boxes), self._matrix(extras, block), p.M, p.N, p.K, whole + cut, whole, *parts,
+            self._matrix(extras, block), p.M, p.N, p.K, whole + cut, whole, *parts,
             tiles_m, tiles_n, *divisors, tile.y, band, boxes[0], x_size, boxes[1], loaded[1] * ROW, self.streams,
             c.num_stages, place_args, step_args, epilogue_arguments(p, self.part, given, numbers),
             workspace,
@@ -325,20 +325,6 @@ class AnyWidthBinding(Binding):
         made = descriptor(tensor, shape, strides, (rows // both, 2, EIGHT, step))
         made.box = [box // both, 2, EIGHT, step]
         return made
-
-    def _own(self, tensors: Sequence[Any], boxes: tuple[int, ...]) -> Any:
-        """The descriptor of A's rows in separate memory, as that of the others; None if there are none."""
-        p, swap = self.problem, self.config.swap
-        if not p.a.apart:
-            return None
-        own = descriptor(
-            tensors[1],
-            (p.M // p.a.shards, p.K),
-            (p.a.row, 1),
-            (self.part if swap else ROWS, self.config.block_k),
-        )
-        own.box = [boxes[swap], self.config.block_k]
-        return own
 
     def _staged(self, tensors: Sequence[Any], box: int) -> list[Any]:
         """The descriptors of a weight with a `Stage`, `box` rows at a time: of X, and of its parameters."""

@@ -59,11 +59,10 @@ Form = Literal[
     "many turned",
     "grouped rows",
     "ranged turned",
-    "own rows",
 ]
 EACH: dict[Form, int] = {
     "rows": 8, "turned": ROWS, "pairs": 2 * EIGHT, "many rows": 8, "many turned": ROWS, "grouped rows": 8,
-    "ranged turned": ROWS, "own rows": 8,
+    "ranged turned": ROWS,
 }  # fmt: skip
 #: The form of matrices of a batch, by that of one.
 MANY: dict[Form, Form] = {"rows": "many rows", "turned": "many turned"}
@@ -222,7 +221,7 @@ def forms_of(config: Config, forms: Forms) -> tuple[Form, Form]:
     """The forms of X and Y, see `kernels.any_width`."""
     if forms.ragged == "k":
         return "ranged turned", "ranged turned"
-    a: Form = "own rows" if forms.apart else "turned" if forms.a_turned else "rows"
+    a: Form = "turned" if forms.a_turned else "rows"
     b: Form = "turned" if forms.b_turned else "pairs" if forms.paired else "rows"
     if forms.packed is not None:
         b = forms.packed.form

@@ -43,7 +43,6 @@ class Forms(NamedTuple):
         packed: `Spec.staged` of b, of halves where these are paired.
         batched: whether there is a batch of them.
         ragged: see `Problem.ragged`.
-        apart: `Spec.apart` of a.
     """
 
     a_turned: bool
@@ -52,13 +51,12 @@ class Forms(NamedTuple):
     packed: Stage | None = None
     batched: bool = False
     ragged: str = ""
-    apart: bool = False
 
     @classmethod
     def of(cls, problem: Problem) -> Forms:
         p, staged = problem, problem.b.staged
         packed = None if staged is None else staged.of_halves(p.paired)
-        return cls(p.a.col != 1, p.b.row != 1, p.paired, packed, bool(p.batch), p.ragged, p.a.apart)
+        return cls(p.a.col != 1, p.b.row != 1, p.paired, packed, bool(p.batch), p.ragged)
 
 
 class Schedule:
@@ -81,7 +79,7 @@ class Schedule:
         sizes_bands: whether `Config.group_m` may be 0, for bands as high as `band` says.
         tables: suffixes of a kind in the names of its own tables of measured times; each table replaces those before
             it.
-        waits_for_rows: whether its kernels ask an operand with `Spec.arrives` for the order of its rows, and wait.
+        awaits: whether its kernels wait for what an operand with `Spec.awaits` says.
         fits: the tables, by their `select.measured.table_name`, to which its model is itself fitted.
     """
 
@@ -99,7 +97,7 @@ class Schedule:
     splits: tuple[int, ...] = ()
     overlaps_stores: ClassVar[bool] = False
     sizes_bands: ClassVar[bool] = False
-    waits_for_rows: ClassVar[bool] = False
+    awaits: ClassVar[bool] = False
     tables: tuple[str, ...] = ()
     fits: tuple[str, ...] = ()
 
@@ -126,7 +124,7 @@ class Schedule:
         target = problem.device.target
         yield self.available(), f"Triton {', '.join(self.versions)}"
         yield not self.archs or target.name in self.archs, f"a GPU of {', '.join(self.archs)}"
-        yield self.waits_for_rows or not problem.a.arrives, "rows that do not arrive from other GPUs"
+        yield self.awaits or not problem.a.awaits, "a product that does not wait for other GPUs"
 
     def suits(self, problem: Problem) -> bool:
         """Whether `needs` holds."""

@@ -187,23 +187,7 @@ def refusal_of(problem: Problem, config: Config) -> str | None:
     units = units if split is None else split.units(p, units)
     if units >= 1 << 31:
         return f"{p} takes {units} programs; at most 2^31 - 1 fit into a launch"
-    return straddles(p, c) or p.a.refusal(p, c) or p.b.refusal(p, c)
-
-
-def straddles(problem: Problem, config: Config) -> str | None:
-    """The reason why a config's tiles would have rows of two shards, see `Spec.shards`; None if they do not."""
-    rows, shards = problem.M, problem.a.shards
-    if shards == 1 or (rows % shards == 0 and rows // shards % config.block_m == 0):
-        return None
-    return f"rows come in {shards} shards, of which block_m {config.block_m} must be a divisor; there are {rows} rows"
-
-
-def band_within(problem: Problem, config: Config, height: int) -> int:
-    """The height of tile bands, at most a given one, with which no band has tiles of two shards."""
-    if problem.a.shards == 1:
-        return height
-    tiles = problem.M // problem.a.shards // config.block_m
-    return next((x for x in range(min(height, tiles), 0, -1) if tiles % x == 0), 1)
+    return p.a.refusal(p, c) or p.b.refusal(p, c)
 
 
 def loads_along_m(problem: Problem, config: Config) -> bool:
@@ -293,7 +277,7 @@ class Binding:
             "BLOCK_M": c.block_m,
             "BLOCK_N": self.main_n,
             "BLOCK_K": c.block_k,
-            "BAND_M": band_within(p, c, c.group_m),
+            "BAND_M": c.group_m,
             "EPILOGUE_SUBTILES": self.subtiles,
             "PAIRED": p.paired,
             "CHECK_K": p.K == 0 or p.K % c.block_k != 0 or p.has_ranges,

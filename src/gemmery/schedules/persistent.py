@@ -27,7 +27,7 @@ class Persistent(Tile):
     knobs = frozenset({"tail", "split_store"})
     splits = ()
     overlaps_stores = True
-    waits_for_rows = False
+    awaits = False
 
     def needs(self, problem: Problem) -> Iterator[tuple[bool, str]]:
         yield from super().needs(problem)

@@ -76,7 +76,7 @@ class SlicedK(Tile):
     title = "packed weights with K shared by warps"
     knobs = frozenset({"split_k", "swap", "rest_n"})
     universal = False
-    waits_for_rows = False
+    awaits = False
     archs = ("sm_90",)
     # Those whose Gluon has the names that the kernel is written in.
     versions = ("3.6", "3.7", "3.8", "3.9")

@@ -49,7 +49,7 @@ class SlicedSparse(Tile):
     title = "2:4 sparse weights with mma.sp"
     knobs = frozenset({"split_k", "swap"})
     universal = False
-    waits_for_rows = False
+    awaits = False
     archs = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_120")
     # Those whose Gluon has the names that the kernel is written in.
     versions = ("3.6", "3.7", "3.8", "3.9")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from .base import Forms, Schedule
-from .binding import Binding, band_within, refusal_of
+from .binding import Binding, refusal_of
 from .cost import OVERLAP, TAIL_EFFICIENCY, Costs, Floats, Given, Stream, added, filled, fitted, stage_bytes
 from .walk import Walk, whole_tiles
 from .waves import Split, Waves, cut_last_wave
@@ -37,11 +37,9 @@ class Tile(Schedule):
     about = "a program for each tile"
     knobs = frozenset({"split_k", "split_store", "swap", "rest_n"})
     splits: tuple[int, ...] = (2, 3, 4, 5, 6, 8, 12, 16)
-    waits_for_rows: ClassVar[bool] = True
+    awaits: ClassVar[bool] = True
 
     def takes(self, config: Config, forms: Forms) -> bool:
-        if forms.apart:
-            return config.loader == "pointer"
         # Descriptors do not know where a range of K ends.
         if forms.ragged == "k":
             return config.loader == "pointer" and not config.rest_n
@@ -49,8 +47,6 @@ class Tile(Schedule):
 
     def refusal(self, problem: Problem, config: Config) -> str | None:
         if not self.takes(config, Forms.of(problem)):
-            if problem.a.apart:
-                return "rows of which some are in separate memory need the pointer loader"
             return (
                 "products in groups need a block_n that is a power of two; of groups of rows split_k 1, of ranges of K "
                 "the pointer loader"
@@ -158,9 +154,6 @@ class Tile(Schedule):
             together: programs that a multiprocessor holds at once.
         """
         return np.asarray(added(problem, space) * (together == 1))
-
-    def band(self, problem: Problem, config: Config) -> int:
-        return band_within(problem, config, config.group_m)
 
     def at_once(self, problem: Problem, config: Config) -> int:
         c = config

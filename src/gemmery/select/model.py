@@ -7,8 +7,6 @@ All inputs come from the device table and the space. The parts are kept to expla
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
 from .. import schedules
@@ -18,8 +16,6 @@ from .space import Space, mn_major
 
 __all__ = ["Cost", "Costs", "costs"]
 
-#: Seconds before GPUs send each other rows, and bytes a second that they then send. Measured on two H200.
-ARRIVAL, LINK = 10e-6, 380e9
 #: Part of the rate that remains if operands must be transposed in registers.
 TRANSPOSED = 0.15
 
@@ -41,22 +37,6 @@ def costs(
     given = Given(
         np.asarray(p.M if M is None else M), bytes_moved / (device.bandwidth * STREAM), rate, ragged
     )
-    made = Costs.joined([
+    return Costs.joined([
         (places, schedules.of(name).costs(p, part, given)) for name, (places, part) in space.by_schedule.items()
     ])  # fmt: skip
-    if p.a.shards == 1:
-        return made
-    return replace(made, total=_with_arrivals(p, space, given.rows, made.total))
-
-
-def _with_arrivals(problem: Problem, space: Space, M: Floats, total: Floats) -> Floats:
-    """The times of products whose rows arrive from other GPUs.
-
-    The tiles of the last shard begin when it has arrived, and idle multiprocessors wait for it.
-    """
-    p, shards, sms = problem, problem.a.shards, problem.device.sms
-    arrival = ARRIVAL + M * (shards - 1) / shards * p.K * p.a.dtype.itemsize / LINK
-    columns = -(-p.N // space.block_n)
-    waves = np.ceil(M // space.block_m * columns / sms)
-    last = np.ceil(M / shards // space.block_m * columns / sms)
-    return np.asarray(np.maximum(total, arrival + total * last / np.maximum(waves, 1)))

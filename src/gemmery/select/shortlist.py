@@ -37,9 +37,7 @@ ROWS = np.array([
     320, 352, 384, 416, 448, 480, 512, 576, 640, 704, 768, 832, 896, 960, 1024, 1152, 1280, 1408, 1536, 1664, 1792,
     1920, 2048, 2304, 2560, 2816, 3072, 3328, 3584, 3840, 4096, 5120, 6144, 7168, 8192,
 ])[:, None]  # fmt: skip
-#: A number of rows that tiles of every kind of operand divide.
-SHARD = 64
-#: The same in all groups, of products that touch few of many groups.
+#: Numbers of rows in all groups together, of products that touch few of many groups.
 FEW = (1, 2, 4, 8, 16, 32, 64)
 #: The weight of each of `ROWS`, which compensates their uneven distances.
 WEIGHTS = np.where(ROWS <= 64, 1.0, 0.5)
@@ -66,10 +64,6 @@ def _all_log_times(problem: Problem, space: Space) -> tuple[np.ndarray, np.ndarr
 
     For groups of rows, these are the average rows of a group, and then few rows in total, which touch few groups.
     """
-    if problem.a.shards > 1:
-        # Of these, some tile has rows of one shard alone.
-        whole = ROWS[:, 0] % (SHARD * problem.a.shards) == 0
-        return _log_times(problem, space, ROWS[whole]), WEIGHTS[whole]
     if problem.ragged != "rows":
         return _log_times(problem.predicted, space, ragged=problem.ragged), WEIGHTS
     few = [R for R in FEW if problem.matrices > R]

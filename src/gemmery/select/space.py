@@ -173,8 +173,6 @@ class Space:
             found[:, places] = schedule.considers(problem, M) & schedule.has_room(problem, own)
             if problem.a.is_summed:
                 found[:, places] &= ~schedule.repeats(problem, M, own)
-        if problem.a.shards > 1:
-            found &= M // problem.a.shards % self.block_m == 0
         return found
 
 

@@ -1,0 +1,95 @@
+"""Products of the rows of all ranks: the others' arrive while this rank's own are multiplied."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..dtypes import OUT_DTYPES
+from ..product.prepare import results_of
+from ..product.run import checked, product
+from ..product.seen import PLAIN, autocast_dtype
+from ..product.spec import Functions, Options
+from .calls import columns_of, has_own_rows, of_some_rows
+from .exchange import Shared
+from .rows import LEAST_PIECE, GatheredRows
+
+
+def has_parts(
+    shared: Shared, op: str, x: Tensor, b: Any, bias: Any, functions: Functions, options: Options
+) -> bool:
+    """Whether the product of all ranks' rows can be computed in parts, given this rank's rows."""
+    count = x.shape[0]
+    own = of_some_rows(bias, functions, shared.rank * count, count, shared.ranks * count)
+    return has_own_rows(op, x, b, *own, options)
+
+
+def product_of(rows: GatheredRows, op: str, b: Any, bias: Any, functions: Functions, options: Options) -> Any:
+    """The product of the rows of all ranks: first of this rank's, then of the others', in the order of their arrival.
+
+    A kernel that waits itself would need one launch, but only some schedules could have it, and the rank's own rows
+    would first have to be copied to where the others arrive.
+    """
+    count, rank = rows.own.shape[0], rows.rank
+    total = rows.ranks * count
+    whole = _result(rows, op, b, bias, functions, options)
+    made = []
+    for first, last in [(rank, rank + 1), *others(rank, rows.ranks, count * columns_of(op, b))]:
+        where = first * count, (last - first) * count
+        part = rows.own if first == rank else rows.of(first, last)
+        out = None if whole is None else whole.narrow(0, *where)
+        given = of_some_rows(bias, functions, *where, total)
+        made.append((first, product(op, part, b, *given, out, options)))
+    return _joined([part for _, part in sorted(made, key=lambda x: x[0])]) if whole is None else whole
+
+
+def others(rank: int, ranks: int, elements: int) -> list[tuple[int, int]]:
+    """The other ranks in the order in which their rows arrive, in groups whose rows are multiplied together.
+
+    Ranks that follow one another are a group until its product fills a GPU.
+
+    Args:
+        elements: of the product of a rank's rows.
+
+    Returns:
+        The first rank of each group, and the one after its last.
+    """
+    found: list[tuple[int, int]] = []
+    for step in range(1, ranks):
+        other = (rank + step) % ranks
+        if found and found[-1][1] == other and (other - found[-1][0]) * elements < LEAST_PIECE:
+            found[-1] = found[-1][0], other + 1
+        else:
+            found.append((other, other + 1))
+    return found
+
+
+def _result(
+    rows: GatheredRows, op: str, b: Any, bias: Any, functions: Functions, options: Options
+) -> Tensor | None:
+    """Memory for the result, part of which each product fills; None if the result is not a single matrix."""
+    own, count = rows.own, rows.own.shape[0]
+    total = rows.ranks * count
+    if autocast_dtype(own.device) is not None:
+        # A product with memory for its result does not convert its operands.
+        return None
+    if functions.epilogue is None and bias is None and type(b) in PLAIN:
+        # To check the call would take longer than the rest.
+        dtype = options.out_dtype or OUT_DTYPES[own.dtype][0]
+        assert isinstance(dtype, torch.dtype)
+        return own.new_empty(total, columns_of(op, b), dtype=dtype)
+    given = of_some_rows(bias, functions, rows.rank * count, count, total)
+    found, many = results_of(checked(op, own, b, *given, None, options))
+    if many or found[0] is None:
+        return None
+    shape, dtype = found[0]
+    return own.new_empty(total, shape[-1], dtype=dtype)
+
+
+def _joined(parts: list[Any]) -> Any:
+    """Results of all rows, given those of consecutive ones."""
+    if not isinstance(parts[0], tuple):
+        return torch.cat(parts)
+    return tuple([torch.cat(each) for each in zip(*parts, strict=True)])
