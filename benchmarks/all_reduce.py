@@ -254,9 +254,14 @@ def recorded(call: Call, count: int) -> Callable[[], None]:
 
 
 def graph_rounds(
-    calls: dict[str, Call], count: int, ranks: Ranks, watch: Stopwatch, rounds: int, order: random.Random
-) -> list[timing.Round]:
-    """Seconds of a call in a CUDA graph by name, round by round."""
+    calls: dict[str, Call], count: int, ranks: Ranks, watch: Stopwatch, rounds: int, order: random.Random,
+    load: float = LOAD,
+) -> list[timing.Round]:  # fmt: skip
+    """Seconds of a call in a CUDA graph by name, round by round.
+
+    Args:
+        load: seconds for which the same graph is replayed before it is timed.
+    """
     replays = {name: recorded(call, count) for name, call in calls.items()}
     seconds = {}
     for name, replay in replays.items():
@@ -267,8 +272,8 @@ def graph_rounds(
 
     def figure(name: str) -> float:
         ranks.wait()
-        load, timed = (max(1, round(s / seconds[name])) for s in (LOAD, TIMED))
-        return watch.span(replays[name], timed, load)[0] / (timed * count)
+        before, timed = (max(1, round(s / seconds[name])) for s in (load, TIMED))
+        return watch.span(replays[name], timed, before)[0] / (timed * count)
 
     return _rounds(figure, list(calls), ranks, rounds, order)
 

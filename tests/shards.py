@@ -38,7 +38,8 @@ def plans():
 
 def exchanged(kind):
     """How many calls went through the ranks' memory for this kind of data."""
-    found = exchange.shared_by(dist.group.WORLD, torch.device(ranks.HERE.device))._memories
+    device = torch.empty(0, device=ranks.HERE.device).device
+    found = exchange.shared_by(dist.group.WORLD, device)._memories
     return int(found[kind.name][-1].counters[0]) if kind.name in found else 0
 
 
