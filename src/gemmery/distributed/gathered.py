@@ -21,6 +21,8 @@ def has_parts(
     shared: Shared, op: str, x: Tensor, b: Any, bias: Any, functions: Functions, options: Options
 ) -> bool:
     """Whether the product of all ranks' rows can be computed in parts, given this rank's rows."""
+    if functions.epilogue is None:
+        return True
     count = x.shape[0]
     own = of_some_rows(bias, functions, shared.rank * count, count, shared.ranks * count)
     return has_own_rows(op, x, b, *own, options)
