@@ -52,8 +52,6 @@ SPARSE, SPARSE_PAIRS = any_width_sparse.SparseStage(), any_width_sparse.SparseSt
 WORDS = any_width_sparse.WORDS_BYTES
 #: From a row of a matrix of a batch to that of the next one.
 MATRIX = 1 << 20
-#: The rows that lie apart, of an operand with such rows: the second of some shards.
-OWN = 128, 256
 program = functools.cache(Program)
 
 
@@ -380,9 +378,6 @@ class Warp:
             self.machine.load(address[-1], 2 * self.boxes[0], writes)
             return
         operand = 0 if number == "gemm_any_width_param_0" else 1
-        is_own = any_width_load.is_apart(*self.forms) and number == f"gemm_any_width_param_{maps.own}"
-        if is_own:
-            operand = self.forms.index("own rows")
         if operand == 0 and self.forms[0] == "packed":
             _, line, strip = places
             lines = self.boxes[0] // 16 * 4
@@ -396,9 +391,6 @@ class Warp:
             row, k = k, row
         if self.forms[operand].startswith("many"):
             row += MATRIX * more[0]
-        if self.forms[operand] == "own rows":
-            # In the map of all rows, nothing is where a rank's own rows would be.
-            row = row + OWN[0] if is_own else row if not OWN[0] <= row < OWN[1] else None
         of_kept = is_sparse and operand == 0
         if of_kept:
             k *= 2
@@ -580,8 +572,6 @@ def kernel(machine, number, programs, groups, threads, boxes, forms, streams, sc
     }
     kept = (
         "matrix_of",
-        "told_of",
-        "is_apart",
         "is_any",
         "value_of",
         "x_bytes",
@@ -713,8 +703,7 @@ def emulate(
             raise Wrong("the ring is read when it has become slots")
         first_k, last_k = (0, K) if cut is None or cut[0] is False else cut
         # Rows of the second matrix of a batch have large numbers.
-        if "own rows" not in forms:
-            row, col = (each + MATRIX * shape[2] for each in (row, col))
+        row, col = (each + MATRIX * shape[2] for each in (row, col))
         for step, found in enumerate(acc):
             k = first_k + step * STEP
             y = tuple(("y", col + i, k) for i in range(width))
@@ -773,9 +762,6 @@ def emulate(
         number = min(unit, whole) + max(unit - whole, 0) // parts
         matrix, number = divmod(number, each)
         row, col = number // across * rows, number % across * cols
-        if "own rows" in forms:
-            at = row if forms[0] == "own rows" else col
-            matrix = 1 + OWN[0] if OWN[0] <= at < OWN[1] else 0
         return matrix, row, col, shape[0], *part_of(unit)
 
     state, tile = (units, whole, parts, part_k, 0, 0, ()), (width, 8)
@@ -868,8 +854,7 @@ def emulate(
         if unit < whole or not whole:
             last = -(-M // 32) * 32 if forms[0] == "sparse" else M
             row, col = min(row, last - x_rows), min(col, N - width)
-        if "own rows" not in forms:
-            row, col = row + MATRIX * matrix, col + MATRIX * matrix
+        row, col = row + MATRIX * matrix, col + MATRIX * matrix
         for group in range(1 if takes_turns else groups):
             expected[row + group * own, col] += 4
     assert Counter(done) == expected
@@ -902,10 +887,6 @@ CASES = [
     (2, 128, 88, 3, False, (300, 200, 330), 1, ("many rows", "many rows")),
     (2, 128, 64, 3, True, (150, 200, 200), 1, ("many turned", "many rows")),
     (1, 64, 128, 3, False, (100, 300, 200), 1, ("many rows", "many turned")),
-    # Some rows that lie apart, as X and as Y.
-    (2, 128, 88, 3, False, (512, 400, 330), 2, ("own rows", "rows")),
-    (1, 64, 136, 3, False, (512, 600, 200), 1, ("own rows", "rows")),
-    (2, 128, 128, 3, True, (300, 640, 200), 1, ("rows", "own rows")),
     # Steps that are summed by themselves.
     (2, 128, 88, 3, False, (300, 400, 330), 2, ("rows", "rows"), True),
     (2, 256, 80, 3, False, (600, 300, 200), 1, ("rows", "rows"), True),
