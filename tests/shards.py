@@ -32,7 +32,7 @@ def own(x, dim=0):
 
 
 def plans():
-    """Of products that wait for other ranks' sums, which are remembered."""
+    """The cached plans of products that wait for the sums of other ranks."""
     return [x.plan for x in cache._known.values() if x.plan.problem.a.awaits]
 
 

@@ -172,7 +172,7 @@ def of_some_rows(bias: Any, functions: Functions, first: int, count: int, rows: 
 
     Args:
         first, count: the first row, and how many.
-        rows: those of the whole matrix. What has as many rows is narrowed.
+        rows: the number of rows of the whole matrix. A bias or an argument with as many rows is narrowed.
     """
 
     def narrowed(value: Any) -> Any:

@@ -83,7 +83,7 @@ class Fused:
         group: columns of a sparse weight of int4 that share a scale, or 0.
         step: columns of both factors that share a scale; 0 if there are none that change along K.
         ranks: over how many GPUs the product is summed.
-        spread: which rows of that sum it gives: "all rows", or a rank's "own rows", for which it waits.
+        awaits: whether the epilogue adds partial sums that the other ranks send, for which the product waits.
         adapter: the rank of an adapter whose thin product is added, or 0.
         aligned: whether only sizes that suit all loads are compiled: odd ones are refused, or spill somewhere.
     """
@@ -102,7 +102,7 @@ class Fused:
     group: int = 0
     step: int = 0
     ranks: int = 1
-    spread: str = "all rows"
+    awaits: bool = False
     adapter: int = 0
     aligned: bool = False
 
@@ -145,8 +145,8 @@ FUSED: dict[str, Fused] = {
     "summed_residual": Fused(library.residual, ("matrix",), bias=True, ranks=2, rows=128),
     "summed_swiglu": Fused(library.swiglu, ranks=8, aligned=True),
     "summed_int4": Fused(library.gelu, bias=True, packed=("int4", 128), ranks=2),
-    "received": Fused(library.residual, ("matrix",), ranks=2, spread="own rows", rows=4096, aligned=True),
-    "received_swiglu": Fused(library.swiglu, ranks=8, spread="own rows", rows=4096, aligned=True),
+    "received": Fused(library.residual, ("matrix",), ranks=2, awaits=True, rows=4096, aligned=True),
+    "received_swiglu": Fused(library.swiglu, ranks=8, awaits=True, rows=4096, aligned=True),
     "adapted": Fused(unchanged, dtypes=("bf16", "fp16", "fp32", "fp64"), adapter=16, rows=4096),
     "adapted_bias": Fused(unchanged, bias=True, adapter=64, rows=4096),
     "adapted_residual": Fused(library.residual, ("matrix",), adapter=8, rows=4096),
@@ -212,7 +212,7 @@ def _spread(x: Tensor, columns: int, how: Fused) -> SummedOver | AwaitingRows:
     def numbers(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device="meta")
 
-    if how.spread == "own rows":
+    if how.awaits:
         return AwaitingRows(x, Arrivals(numbers(how.ranks), numbers(1), 1, how.ranks, failed, patience))
     places = places_of(rows, columns)
     buffers = tuple([numbers(2, how.ranks, places) for _ in range(how.ranks)])

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..epilogues.device import digest, with_constants
 from ..kernels import ranks, thin
 from .base import Layout, Operand, Spec
-from .dense import Dense, DenseOperand
+from .dense import Dense, DenseOperand, ExtendedOperand
 
 if TYPE_CHECKING:
     from ..problem import Problem
@@ -108,7 +108,7 @@ class Adapted(Dense):
         return f"{Spec.__str__(self)} with an adapter of rank {self.rank}"
 
 
-class AdaptedOperand(DenseOperand):
+class AdaptedOperand(ExtendedOperand):
     """A matrix with an adapter.
 
     Args:
@@ -128,16 +128,6 @@ class AdaptedOperand(DenseOperand):
     def values(self) -> tuple[Any, ...]:
         return self.matrix, self.left, self.right, self.scale
 
-    @property
-    def places(self) -> tuple[int, ...]:  # type: ignore[override]
-        """See `Operand.places`."""
-        return tuple(range(len(self.tensors)))
-
-    @property
-    def is_dense(self) -> bool:
-        """It has more than a matrix."""
-        return False
-
     def named(self, name: str) -> list[tuple[str, Tensor]]:
         return [(name, self.matrix), (f"{name}'s adapter", self.left), (f"{name}'s adapter", self.right)]
 
@@ -146,9 +136,6 @@ class AdaptedOperand(DenseOperand):
         if matrix is self.matrix:
             return self
         return AdaptedOperand(matrix, self.left.to(dtype), self.right.to(dtype), self.scale)
-
-    def along(self) -> list[tuple[Tensor, int]]:
-        return []
 
     def multiplied(self, b: Operand, dtype: torch.dtype, by_rows: bool) -> Tensor:
         """See `Operand.multiplied`."""

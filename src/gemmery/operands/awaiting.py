@@ -15,7 +15,7 @@ from torch import Tensor
 from ..epilogues.device import with_constants
 from ..kernels import shards
 from .base import Access, Layout, Operand, Spec
-from .dense import Dense, DenseAccess, DenseOperand
+from .dense import Dense, DenseAccess, ExtendedOperand
 
 if TYPE_CHECKING:
     from ..problem import Problem
@@ -104,8 +104,8 @@ class AwaitingAccess(DenseAccess):
         return (*tensors[1:], *numbers)
 
 
-class AwaitingOperand(DenseOperand):
-    """Such a matrix, (M, K)."""
+class AwaitingOperand(ExtendedOperand):
+    """A matrix, (M, K), whose products wait."""
 
     def __init__(self, matrix: Tensor, arrivals: Arrivals) -> None:
         super().__init__(matrix)
@@ -118,30 +118,14 @@ class AwaitingOperand(DenseOperand):
         return *self.tensors, e.failed, e.patience
 
     @property
-    def places(self) -> tuple[int, ...]:  # type: ignore[override]
-        """See `Operand.places`."""
-        return tuple(range(len(self.tensors)))
-
-    @property
     def number_places(self) -> tuple[int, ...]:
         """Those of `Arrivals.failed` and `Arrivals.patience`."""
         first = len(self.tensors)
         return first, first + 1
 
-    @property
-    def is_dense(self) -> bool:
-        """It has more than a matrix."""
-        return False
-
-    def named(self, name: str) -> list[tuple[str, Tensor]]:
-        return [(name, self.matrix)]
-
     def lowered(self, op: str, names: tuple[str, str], dtype: torch.dtype) -> Operand:
-        """See `Operand.lowered`; a matrix is converted to autocast's type before it is sent."""
+        """See `Operand.lowered`; `distributed.calls.as_autocast` has converted the matrix."""
         return self
-
-    def along(self) -> list[tuple[Tensor, int]]:
-        return []
 
     def spec(self, matrix: Spec, along: Sequence[Layout], problem: Problem) -> Spec:
         m, e = matrix, self.arrivals

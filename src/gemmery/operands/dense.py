@@ -149,6 +149,27 @@ class DenseOperand(Operand):
         return of_a, [gradient_of(self.matrix, a, grad, multiply) if needs[1][0] else None]
 
 
+class ExtendedOperand(DenseOperand):
+    """A matrix without a prologue, and more tensors, all of which a launch receives.
+
+    `tensors` are the first of `values`, in the same order.
+    """
+
+    @property
+    def places(self) -> tuple[int, ...]:  # type: ignore[override]  # only where it is asked for
+        return tuple(range(len(self.tensors)))
+
+    @property
+    def is_dense(self) -> bool:
+        return False
+
+    def named(self, name: str) -> list[tuple[str, Tensor]]:
+        return [(name, self.matrix)]
+
+    def along(self) -> list[tuple[Tensor, int]]:
+        return []
+
+
 def gradient_of(b: Tensor, a: Tensor, grad: Tensor, multiply: Multiply) -> Tensor:
     """The gradient of `a @ b` with respect to b."""
     if b.dim() == 2 and a.dim() > 2:

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..epilogues.device import with_constants
 from ..kernels import ranks
 from .base import Layout, Operand, Spec
-from .dense import Dense, DenseOperand
+from .dense import Dense, ExtendedOperand
 
 if TYPE_CHECKING:
     from ..problem import Problem
@@ -128,7 +128,7 @@ class Summed(Dense):
         return f"{Spec.__str__(self)} summed over {self.ranks} ranks"
 
 
-class SummedOperand(DenseOperand):
+class SummedOperand(ExtendedOperand):
     """A matrix of which each rank has some columns.
 
     Args:
@@ -149,30 +149,14 @@ class SummedOperand(DenseOperand):
         return self.matrix, *self.exchanged, self.scale, e.failed, e.patience
 
     @property
-    def places(self) -> tuple[int, ...]:  # type: ignore[override]
-        """See `Operand.places`."""
-        return tuple(range(len(self.tensors)))
-
-    @property
     def number_places(self) -> tuple[int, ...]:
         """Those of `Exchange.failed` and `Exchange.patience`."""
         first = 2 + len(self.exchanged)
         return first, first + 1
 
-    @property
-    def is_dense(self) -> bool:
-        """It has more than a matrix."""
-        return False
-
-    def named(self, name: str) -> list[tuple[str, Tensor]]:
-        return [(name, self.matrix)]
-
     def lowered(self, op: str, names: tuple[str, str], dtype: torch.dtype) -> Operand:
         matrix = super().lowered(op, names, dtype).matrix
         return self if matrix is self.matrix else SummedOperand(matrix, self.exchange, self.scale)
-
-    def along(self) -> list[tuple[Tensor, int]]:
-        return []
 
     def spec(self, matrix: Spec, along: Sequence[Layout], problem: Problem) -> Spec:
         m, e = matrix, self.exchange
