@@ -12,9 +12,10 @@ import torch.distributed as dist
 
 import gemmery
 import gemmery.nn
+from gemmery import devices, epilogues, memo
 from gemmery import distributed as ours
-from gemmery import epilogues, memo
 from gemmery.distributed import all_reduce, exchange, reduce_scatter
+from gemmery.distributed import gathered as of_gathered
 from gemmery.distributed import rows as of_rows
 from gemmery.product import cache
 from tests import ranks
@@ -67,6 +68,37 @@ def gathered():
             strided.copy_(own(x))
             close(ours.all_gather_linear(strided, w), want, "transposed shard")
     assert exchanged(exchange.ROWS) - before == 18
+
+
+def moved():
+    """Some of a rank's own rows are multiplied together with the other's: any number of them, with rows of arguments."""
+    rank = dist.get_rank()
+    rows, N, K = 64, 48, 40
+    x, weights = whole(rows, N, K)
+    w, count = weights[rank], x.shape[0] // ranks.COUNT
+    bias, residual = normal(w.shape[0], seed=70), normal(x.shape[0], w.shape[0], seed=71)
+    product = x.double() @ w.double().T
+    before = of_gathered.moved_rows
+    try:
+        for number in (0, 1, 8, 24, count - 1, 8):
+            of_gathered.moved_rows = lambda *_, number=number: number
+            of_gathered.ranges.cache_clear()
+            for scale in (1, 2):
+                close(ours.all_gather_linear(own(x) * scale, w), product * scale, f"{number} rows moved")
+                got = ours.all_gather_linear(
+                    own(x) * scale, w, bias, epilogue=epilogues.residual, args=(residual,)
+                )
+                close(got, product * scale + bias.double() + residual.double(), f"{number} rows moved")
+            got, largest = ours.all_gather_linear(own(x), w, epilogue=with_largest)
+            close(got, product)
+            close(largest.bfloat16(), product.amax(-1))
+            first, last = of_gathered.ranges(
+                rank, ranks.COUNT, count, w.shape[0], devices.current(x.device).sms
+            )[0]
+            assert last - first == count - number
+    finally:
+        of_gathered.moved_rows = before
+        of_gathered.ranges.cache_clear()
 
 
 def scattered():
@@ -504,6 +536,6 @@ def contexts():
 
 
 PRODUCTS = (
-    gathered, scattered, behind, dimensions, gradients, frozen, contexts, repeats, errors, large, reduced, styles, summing_styles
+    gathered, moved, scattered, behind, dimensions, gradients, frozen, contexts, repeats, errors, large, reduced, styles, summing_styles
 )  # fmt: skip
 KINDS = ("int4", "e4m3", "nf4", "2:4")

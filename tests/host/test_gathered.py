@@ -1,11 +1,11 @@
-"""The groups of ranks whose rows are multiplied together."""
+"""The rows that are multiplied together where the rows of all ranks are gathered."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gemmery.distributed.gathered import others
-from gemmery.distributed.rows import LEAST_PIECE
+from gemmery.distributed.gathered import moved_rows, others, ranges
+from gemmery.distributed.rows import LEAST_PIECE, TILE
 
 
 @pytest.mark.parametrize(
@@ -32,3 +32,42 @@ def test_all_others_come_once_in_the_order_of_their_arrival(ranks, rank, element
     ]
     for first, last in groups[:-1]:
         assert (last - first) * elements >= LEAST_PIECE or last == ranks
+
+
+@pytest.mark.parametrize(
+    ("own", "theirs", "columns", "want"),
+    [
+        # 9.5 and 10 waves instead of 10 and 10.
+        (8192, 8192, 5120, 256),
+        (2048, 2048, 5120, 0),
+        (1024, 1024, 5120, 0),
+        # One row of tiles fewer, and the others still fit into the same wave.
+        (128 * 89, 128 * 87, 256 * 3, 128),
+        (0, 0, 256, 0),
+    ],
+)
+def test_moved_rows(own, theirs, columns, want):
+    assert moved_rows(own, theirs, columns, 132) == want
+
+
+@given(st.integers(0, 1 << 15), st.integers(0, 1 << 15), st.integers(1, 1 << 15), st.integers(1, 200))
+def test_rows_move_only_where_waves_are_saved(own, theirs, columns, sms):
+    def halves(rows):
+        return -(-2 * -(-rows // TILE[0]) * -(-columns // TILE[1]) // sms)
+
+    moved = moved_rows(own, theirs, columns, sms)
+    assert moved % TILE[0] == 0
+    assert 8 * moved <= own
+    least = halves(own - moved) + halves(theirs + moved)
+    for other in range(0, own // 8 + 1, TILE[0]):
+        assert halves(own - other) + halves(theirs + other) >= least + (other < moved)
+
+
+@given(st.integers(2, 8), st.integers(0, 7), st.integers(0, 1 << 15), st.integers(1, 1 << 14))
+def test_ranges_have_each_row_once(ranks, rank, count, columns):
+    rank %= ranks
+    (first, last), *rest = ranges(rank, ranks, count, columns, 132)
+    assert rank * count <= first <= last <= (rank + 1) * count
+    found = sorted([(first, last), *rest])
+    assert [end for _, end in found] == [begin for begin, _ in found[1:]] + [ranks * count]
+    assert found[0][0] == 0

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..devices import current
 from ..dtypes import OUT_DTYPES
 from ..product.prepare import results_of
 from ..product.run import checked, product
@@ -14,7 +16,7 @@ from ..product.seen import PLAIN, autocast_dtype
 from ..product.spec import Functions, Options
 from .calls import columns_of, has_own_rows, of_some_rows
 from .exchange import Shared
-from .rows import LEAST_PIECE, GatheredRows
+from .rows import LEAST_PIECE, TILE, GatheredRows
 
 
 def has_parts(
@@ -34,17 +36,62 @@ def product_of(rows: GatheredRows, op: str, b: Any, bias: Any, functions: Functi
     A kernel that waits itself would need one launch, but only some schedules could have it, and the rank's own rows
     would first have to be copied to where the others arrive.
     """
-    count, rank = rows.own.shape[0], rows.rank
-    total = rows.ranks * count
+    count, device = rows.own.shape[0], current(rows.own.device)
+    assert device is not None
+    each = ranges(rows.rank, rows.ranks, count, columns_of(op, b), device.sms)
+    start, end = rows.rank * count, (rows.rank + 1) * count
+    if start < each[0][0]:
+        rows.place(start, each[0][0])
+    if each[0][1] < end:
+        rows.place(each[0][1], end)
     whole = _result(rows, op, b, bias, functions, options)
     made = []
-    for first, last in [(rank, rank + 1), *others(rank, rows.ranks, count * columns_of(op, b))]:
-        where = first * count, (last - first) * count
-        part = rows.own if first == rank else rows.of(first, last)
+    for first, last in each:
+        where = first, last - first
         out = None if whole is None else whole.narrow(0, *where)
-        given = of_some_rows(bias, functions, *where, total)
-        made.append((first, product(op, part, b, *given, out, options)))
+        given = of_some_rows(bias, functions, *where, rows.ranks * count)
+        made.append((first, product(op, rows.of(first, last), b, *given, out, options)))
     return _joined([part for _, part in sorted(made, key=lambda x: x[0])]) if whole is None else whole
+
+
+@functools.lru_cache(1024)
+def ranges(rank: int, ranks: int, count: int, columns: int, sms: int) -> tuple[tuple[int, int], ...]:
+    """The first row of each product, and the one after its last: of this rank's rows, then of the others'.
+
+    Some of the rank's own rows come with those of a neighbor if the tiles of both products then take fewer waves.
+
+    Args:
+        count: rows of a rank.
+        columns: of the product.
+        sms: multiprocessors.
+    """
+    groups = [(first * count, last * count) for first, last in others(rank, ranks, count * columns)]
+    start, end = rank * count, (rank + 1) * count
+    is_last = rank == ranks - 1
+    first, last = groups[-1 if is_last else 0]
+    moved = moved_rows(count, last - first, columns, sms)
+    if is_last:
+        groups[-1] = first, last + moved
+        start += moved
+    else:
+        groups[0] = first - moved, last
+        end -= moved
+    return (start, end), *groups
+
+
+def moved_rows(own: int, theirs: int, columns: int, sms: int) -> int:
+    """How many of a rank's own rows are multiplied with those of others, not before them, so that waves are full.
+
+    A last wave with up to half of a wave's tiles counts as a half, because its tiles can be cut. At most an eighth of
+    the own rows are moved, which leaves enough to multiply until the others have arrived.
+    """
+    rows, tiles = TILE[0], -(-columns // TILE[1])
+
+    def halves(count: int) -> int:
+        return -(-2 * -(-count // rows) * tiles // sms)
+
+    counts = range(0, own // 8 + 1, rows)
+    return min(counts, key=lambda moved: halves(own - moved) + halves(theirs + moved))
 
 
 def others(rank: int, ranks: int, elements: int) -> list[tuple[int, int]]:

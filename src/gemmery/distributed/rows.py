@@ -20,8 +20,10 @@ from .exchange import PARTIALS, RESULTS, ROWS, Memory, Shared
 
 #: Elements that a program copies.
 BLOCK = 4096
-#: Elements of the least product that fills a GPU: about as many tiles of 128 by 256 as an H200 has multiprocessors.
-LEAST_PIECE = 120 * 128 * 256
+#: Rows and columns of the tiles that most large products have.
+TILE = 128, 256
+#: Elements of the least product that fills a GPU: about as many tiles as an H200 has multiprocessors.
+LEAST_PIECE = 120 * TILE[0] * TILE[1]
 
 
 class Numbers(NamedTuple):
@@ -93,18 +95,32 @@ class GatheredRows:
 
     def __init__(self, shared: Shared, views: _Rows, own: Tensor) -> None:
         self.own, self.rank, self.ranks = own, shared.rank, shared.ranks
-        self._whole, self._wait, self._patience = views.whole, views.wait, shared.patience
+        self._whole, self._wait, self._shared = views.whole, views.wait, shared
+
+    def place(self, first: int, last: int) -> None:
+        """Copy some of this rank's rows to where those of the others arrive, in parallel with later work.
+
+        Args:
+            first, last: from which row of all on, and before which one, as for `of`.
+        """
+        start = self.rank * self.own.shape[0]
+        with self._shared.beside():
+            self._whole[first:last].copy_(self.own[first - start : last - start], non_blocking=True)
 
     def of(self, first: int, last: int) -> Tensor:
-        """The rows of other ranks, from number `first` on and before number `last`; later work waits for them."""
-        self._wait(first, last, self._patience)
-        rows = self.own.shape[0]
-        return self._whole.narrow(0, first * rows, (last - first) * rows)
+        """Some rows of this rank, or some for which later work waits: of other ranks, and of this one, once placed."""
+        rows, start = self.own.shape[0], self.rank * self.own.shape[0]
+        if start <= first and last <= start + rows:
+            return self.own.narrow(0, first - start, last - first)
+        if first < start + rows and start < last:
+            self._shared.join()
+        self._wait(first // rows, -(-last // rows), self._shared.patience)
+        return self._whole.narrow(0, first, last - first)
 
     def whole(self) -> Tensor:
         """The matrix of all rows; later work waits for them."""
         self._whole.chunk(self.ranks)[self.rank].copy_(self.own)
-        self._wait(0, self.ranks, self._patience)
+        self._wait(0, self.ranks, self._shared.patience)
         return self._whole
 
 
