@@ -39,10 +39,14 @@ def test_all_others_come_once_in_the_order_of_their_arrival(ranks, rank, element
     [
         # 9.5 and 10 waves instead of 10 and 10.
         (8192, 8192, 5120, 256),
-        (2048, 2048, 5120, 0),
+        # 2 and 3 waves instead of 2.5 and 2.5, whose last tiles are cut.
+        (2048, 2048, 5120, 384),
+        # 4 and 4 waves, instead of 4.5 and 4.
+        (128 * 177, 128 * 175, 256 * 3, 128),
+        # 5 and 5 waves.
+        (4096, 4096, 5120, 0),
+        # Fewer than two waves.
         (1024, 1024, 5120, 0),
-        # One row of tiles fewer, and the others still fit into the same wave.
-        (128 * 89, 128 * 87, 256 * 3, 128),
         (0, 0, 256, 0),
     ],
 )
@@ -51,16 +55,20 @@ def test_moved_rows(own, theirs, columns, want):
 
 
 @given(st.integers(0, 1 << 15), st.integers(0, 1 << 15), st.integers(1, 1 << 15), st.integers(1, 200))
-def test_rows_move_only_where_waves_are_saved(own, theirs, columns, sms):
-    def halves(rows):
-        return -(-2 * -(-rows // TILE[0]) * -(-columns // TILE[1]) // sms)
+def test_rows_are_moved_only_where_waves_are_saved(own, theirs, columns, sms):
+    def waves(rows):
+        tiles = -(-rows // TILE[0]) * -(-columns // TILE[1])
+        whole, rest = divmod(tiles, sms)
+        return whole + (0.55 if 0 < rest <= sms / 2 else rest > 0)
 
     moved = moved_rows(own, theirs, columns, sms)
     assert moved % TILE[0] == 0
-    assert 8 * moved <= own
-    least = halves(own - moved) + halves(theirs + moved)
-    for other in range(0, own // 8 + 1, TILE[0]):
-        assert halves(own - other) + halves(theirs + other) >= least + (other < moved)
+    assert 5 * moved <= own
+    before, after = waves(own) + waves(theirs), waves(own - moved) + waves(theirs + moved)
+    assert after < before if moved else after == before
+    if waves(own) > 2:
+        for other in range(0, own // 5 + 1, TILE[0]):
+            assert waves(own - other) + waves(theirs + other) > after - 1e-6 + 0.01 * (other < moved)
 
 
 @given(st.integers(2, 8), st.integers(0, 7), st.integers(0, 1 << 15), st.integers(1, 1 << 14))

@@ -82,16 +82,20 @@ def ranges(rank: int, ranks: int, count: int, columns: int, sms: int) -> tuple[t
 def moved_rows(own: int, theirs: int, columns: int, sms: int) -> int:
     """How many of a rank's own rows are multiplied with those of others, not before them, so that waves are full.
 
-    A last wave with up to half of a wave's tiles counts as a half, because its tiles can be cut. At most an eighth of
-    the own rows are moved, which leaves enough to multiply until the others have arrived.
+    A last wave with up to half of a wave's tiles counts as 0.55, because its tiles can be cut. At most a fifth of the
+    own rows are moved, which leaves enough to multiply until the others have arrived.
     """
-    rows, tiles = TILE[0], -(-columns // TILE[1])
+    rows, across = TILE[0], -(-columns // TILE[1])
 
-    def halves(count: int) -> int:
-        return -(-2 * -(-count // rows) * tiles // sms)
+    def cost(count: int) -> int:
+        waves, rest = divmod(-(-count // rows) * across, sms)
+        return 20 * waves + (0 if rest == 0 else 11 if 2 * rest <= sms else 20)
 
-    counts = range(0, own // 8 + 1, rows)
-    return min(counts, key=lambda moved: halves(own - moved) + halves(theirs + moved))
+    if -(-own // rows) * across < 2 * sms:
+        # Such products have other tiles.
+        return 0
+    counts = range(0, own // 5 + 1, rows)
+    return min(counts, key=lambda moved: cost(own - moved) + cost(theirs + moved))
 
 
 def others(rank: int, ranks: int, elements: int) -> list[tuple[int, int]]:
