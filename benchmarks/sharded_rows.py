@@ -194,6 +194,8 @@ def measure(row: Row, ranks: Ranks, watch: Stopwatch | None, args: Any) -> dict[
         failure = ""
         try:
             found = facts(call, want, ranks)
+            if name == OURS:
+                entry["config"] = chosen_configs(row, row.M // ranks.count)
         except (RuntimeError, ValueError, TypeError) as error:
             if name == OURS:
                 raise
@@ -206,10 +208,6 @@ def measure(row: Row, ranks: Ranks, watch: Stopwatch | None, args: Any) -> dict[
             del calls[name]
         elif name == OURS and not (found["error"] < RIGHT and found["repeats"]):
             raise RuntimeError(f"{row.name}: {found}")
-    own = row.M // ranks.count
-    # A product has about a rank's rows.
-    found = configs(lambda p: (p.N, p.K) == (row.N, row.K) and 3 * own < 4 * p.M < 5 * own)
-    entry["config"] = list(dict.fromkeys(found))
     del want
     order = random.Random(args.seed)
     captured = {name: call for name, call in (calls | parts).items() if name != "async_tp"}
@@ -220,6 +218,12 @@ def measure(row: Row, ranks: Ranks, watch: Stopwatch | None, args: Any) -> dict[
     eager = {name: call for name, call in calls.items() if name != "gemmery + nccl"}
     entry["seconds"]["eager"] = eager_rounds(eager, ranks, args.rounds, order, eager_calls(row))
     return entry
+
+
+def chosen_configs(row: Row, own: int) -> list[str]:
+    """The configs of products of about as many rows as a rank has; see `gathered.parts_of` and `pieces`."""
+    found = configs(lambda p: (p.N, p.K) == (row.N, row.K) and 3 * own < 4 * p.M < 5 * own)
+    return list(dict.fromkeys(found))
 
 
 def eager_calls(row: Row) -> int:

@@ -15,6 +15,8 @@ from benchmarks.processes import Ranks
 BF16 = torch.bfloat16
 #: Rows of all ranks; columns of the product, and K, of the calls that are made.
 ROWS, SIZES = (128, 640, 1920, 4096), ((512, 1024), (1536, 512), (640, 2048))
+#: Rows of all ranks, columns and K of calls in which ranks multiply some of their rows together with the other's.
+MOVED = 4096, 5120, 512
 #: Calls between looks at the clock.
 TOGETHER = 500
 #: The config of these calls on GPUs: to compile those that gemmery chooses for all sizes would take minutes.
@@ -46,28 +48,33 @@ def items(ranks: Ranks, args: Any, rows: tuple[int, ...] = ROWS, config: str | N
     """Calls of both kinds, each compared with float64."""
     own = torch.Generator(ranks.device).manual_seed(ranks.rank)
     made, small = [], args.shrink
-    for M in sorted({max(M // small, 128) for M in rows}):
-        for N, K in [(N // small, K // small) for N, K in SIZES]:
-            x = torch.randn(M, K, dtype=BF16, device=ranks.device, generator=own)
-            w = torch.randn(N, K, dtype=BF16, device=ranks.device, generator=own)
-            shard = x[: M // ranks.count]
-            total = x.double() @ w.double().T
-            dist.all_reduce(total)
-            whole = torch.cat(ranks.gathered(shard)).double() @ w.double().T
-            for name, given, want in (
-                ("all_gather_linear", shard, whole),
-                ("linear_reduce_scatter", x, total.chunk(ranks.count)[ranks.rank]),
-            ):
+    sizes = [(max(M // small, 128), N // small, K // small, config) for M in rows for N, K in SIZES]
+    if config is not None:
+        # Rows are moved only if gemmery chooses the config.
+        sizes.append((*MOVED, None))
+    for M, N, K, pinned in dict.fromkeys(sizes):
+        x = torch.randn(M, K, dtype=BF16, device=ranks.device, generator=own)
+        w = torch.randn(N, K, dtype=BF16, device=ranks.device, generator=own)
+        shard = x[: M // ranks.count]
+        total = x.double() @ w.double().T
+        dist.all_reduce(total)
+        whole = torch.cat(ranks.gathered(shard)).double() @ w.double().T
+        for name, given, want in (
+            ("all_gather_linear", shard, whole),
+            ("linear_reduce_scatter", x, total.chunk(ranks.count)[ranks.rank]),
+        ):
 
-                def call(name: str = name, given: Tensor = given, w: Tensor = w) -> Tensor:
-                    result: Tensor = getattr(gemmery.distributed, name)(given, w, config=config)
-                    return result
+            def call(
+                name: str = name, given: Tensor = given, w: Tensor = w, pinned: str | None = pinned
+            ) -> Tensor:
+                result: Tensor = getattr(gemmery.distributed, name)(given, w, config=pinned)
+                return result
 
-                got = call().clone()
-                error = float((got.double() - want).norm() / want.norm())
-                if not error < 6e-3:
-                    raise RuntimeError(f"{name} {M}x{N}x{K}: error {error}")
-                made.append(Item(f"{name} {M}x{N}x{K}", call, got))
+            got = call().clone()
+            error = float((got.double() - want).norm() / want.norm())
+            if not error < 6e-3:
+                raise RuntimeError(f"{name} {M}x{N}x{K}: error {error}")
+            made.append(Item(f"{name} {M}x{N}x{K}", call, got))
     return made
 
 

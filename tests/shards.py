@@ -71,27 +71,31 @@ def gathered():
 
 
 def moved():
-    """Some of a rank's own rows are multiplied together with the other's: any number of them, with rows of arguments."""
+    """Some of a rank's rows are multiplied together with the other's: any number of them, with rows of arguments."""
     rank = dist.get_rank()
     rows, N, K = 64, 48, 40
     x, weights = whole(rows, N, K)
     w, count = weights[rank], x.shape[0] // ranks.COUNT
     bias, residual = normal(w.shape[0], seed=70), normal(x.shape[0], w.shape[0], seed=71)
     product = x.double() @ w.double().T
+    strided = torch.empty(x.shape[1], count, dtype=x.dtype, device=x.device).T
     before = of_gathered.moved_rows
     try:
-        for number in (0, 1, 8, 24, count - 1, 8):
+        for i, number in enumerate((0, 1, 8, 24, count - 1, 8)):
             of_gathered.moved_rows = lambda *_, number=number: number
             of_gathered.ranges.cache_clear()
             for scale in (1, 2):
+                delay(i % ranks.COUNT)
                 close(ours.all_gather_linear(own(x) * scale, w), product * scale, f"{number} rows moved")
-                got = ours.all_gather_linear(
-                    own(x) * scale, w, bias, epilogue=epilogues.residual, args=(residual,)
-                )
+                strided.copy_(own(x)).mul_(scale)
+                got = ours.all_gather_linear(strided, w, bias, epilogue=epilogues.residual, args=(residual,))
                 close(got, product * scale + bias.double() + residual.double(), f"{number} rows moved")
             got, largest = ours.all_gather_linear(own(x), w, epilogue=with_largest)
             close(got, product)
             close(largest.bfloat16(), product.amax(-1))
+            shard, weight = own(x).clone().requires_grad_(), w.clone().requires_grad_()
+            ours.all_gather_linear(shard, weight).backward(residual)
+            close(weight.grad, residual.double().T @ x.double(), f"{number} rows moved")
             first, last = of_gathered.ranges(
                 rank, ranks.COUNT, count, w.shape[0], devices.current(x.device).sms
             )[0]
@@ -99,6 +103,14 @@ def moved():
     finally:
         of_gathered.moved_rows = before
         of_gathered.ranges.cache_clear()
+
+
+def delay(rank):
+    """On one of several GPUs, the next rows are sent and placed some milliseconds after the product has begun."""
+    shared = exchange.shared_by(dist.group.WORLD, torch.empty(0, device=ranks.HERE.device).device)
+    if shared.device.type == "cuda" and shared.rank == rank:
+        with torch.cuda.stream(shared.side):
+            torch.cuda._sleep(10_000_000)
 
 
 def scattered():

@@ -49,11 +49,11 @@ def all_gather_matmul(
 ) -> Any:
     """`gemmery.matmul` of the rows of all ranks: each has a shard of `a`, and every rank gets the whole product.
 
-    The rank's own rows are multiplied first, while the copy engines of the GPUs send the other shards. The rows of the
-    other ranks are multiplied when they have arrived. This requires 2 to 8 GPUs of one host that can access each
-    other's memory, and at most 1 GiB of rows in total. In all other cases, with an epilogue that holds a matrix or
-    draws random numbers, and under torch.compile, which breaks its graph there, the call is an all-gather followed by
-    a product.
+    The rank's own rows, or most of them, are multiplied first, while the copy engines of the GPUs send the other
+    shards. The rows of the other ranks are multiplied when they have arrived. This requires 2 to 8 GPUs of one host
+    that can access each other's memory, and at most 1 GiB of rows in total. In all other cases, with an epilogue that
+    holds a matrix or draws random numbers, and under torch.compile, which breaks its graph there, the call is an
+    all-gather followed by a product.
 
     All ranks make the same calls in the same order, with shards of the same shape and type, and the same tensors
     require gradients on all ranks. The first call of a group, and a call with more rows than before, allocates memory
@@ -68,7 +68,7 @@ def all_gather_matmul(
         gather_dim: the dimension of `a` that is sharded; not its last one.
         group: the ranks; all of the default group if None.
         bias, epilogue, args, out_dtype, precision, batch_invariant: as for `gemmery.matmul` of the whole.
-        config: as for `gemmery.matmul`, of each product of a rank's rows.
+        config: as for `gemmery.matmul`, of each of the products into which this one is divided.
 
     Returns:
         The results of `gemmery.matmul` for the shards of all ranks, concatenated along `gather_dim`.

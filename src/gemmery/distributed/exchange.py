@@ -132,7 +132,7 @@ class Shared:
         #: By the kind's name. Memory of earlier sizes is kept, too: a captured graph may use it.
         self._memories: dict[str, list[Memory]] = {}
         if self.device.type == "cuda":
-            #: A stream for work parallel to kernels, and events: data to send is ready, and data has been sent.
+            #: A stream for work parallel to kernels, and events: data is ready, and has been copied.
             self.side = torch.cuda.Stream(device)
             self.placed, self.sent = torch.cuda.Event(), torch.cuda.Event()
 

@@ -18,6 +18,9 @@ from .calls import columns_of, has_own_rows, of_some_rows
 from .exchange import Shared
 from .rows import LEAST_PIECE, TILE, GatheredRows
 
+#: Columns of a product of 16-bit numbers that takes about twice as long as to send its rows over NVLink, on an H200.
+LEAST_COLUMNS = 4096
+
 
 def has_parts(
     shared: Shared, op: str, x: Tensor, b: Any, bias: Any, functions: Functions, options: Options
@@ -31,22 +34,21 @@ def has_parts(
 
 
 def product_of(rows: GatheredRows, op: str, b: Any, bias: Any, functions: Functions, options: Options) -> Any:
-    """The product of the rows of all ranks: first of this rank's, then of the others', in the order of their arrival.
+    """The product of the rows of all ranks, in parts: first of this rank's, then of the others', as they arrive.
 
-    A kernel that waits itself would need one launch, but only some schedules could have it, and the rank's own rows
-    would first have to be copied to where the others arrive.
+    A kernel that waits itself would need one launch, but only some schedules could have it, and all of the rank's own
+    rows would first have to be copied to where the others arrive.
     """
-    count, device = rows.own.shape[0], current(rows.own.device)
-    assert device is not None
-    each = ranges(rows.rank, rows.ranks, count, columns_of(op, b), device.sms)
+    count = rows.own.shape[0]
+    parts = parts_of(rows, op, b, options)
     start, end = rows.rank * count, (rows.rank + 1) * count
-    if start < each[0][0]:
-        rows.place(start, each[0][0])
-    if each[0][1] < end:
-        rows.place(each[0][1], end)
+    if start < parts[0][0]:
+        rows.place(start, parts[0][0])
+    if parts[0][1] < end:
+        rows.place(parts[0][1], end)
     whole = _result(rows, op, b, bias, functions, options)
     made = []
-    for first, last in each:
+    for first, last in parts:
         where = first, last - first
         out = None if whole is None else whole.narrow(0, *where)
         given = of_some_rows(bias, functions, *where, rows.ranks * count)
@@ -54,36 +56,43 @@ def product_of(rows: GatheredRows, op: str, b: Any, bias: Any, functions: Functi
     return _joined([part for _, part in sorted(made, key=lambda x: x[0])]) if whole is None else whole
 
 
+def parts_of(rows: GatheredRows, op: str, b: Any, options: Options) -> tuple[tuple[int, int], ...]:
+    """The rows of each product, counted over all ranks: the first one, and the one after the last."""
+    device, columns = current(rows.own.device), columns_of(op, b)
+    assert device is not None
+    # Other products have other tiles.
+    usual = rows.own.dtype.itemsize == 2 and type(b) in PLAIN and options.config is None
+    return ranges(rows.rank, rows.ranks, rows.own.shape[0], columns, device.sms if usual else 0)
+
+
 @functools.lru_cache(1024)
 def ranges(rank: int, ranks: int, count: int, columns: int, sms: int) -> tuple[tuple[int, int], ...]:
-    """The first row of each product, and the one after its last: of this rank's rows, then of the others'.
+    """The same, given sizes.
 
-    Some of the rank's own rows come with those of a neighbor if the tiles of both products then take fewer waves.
+    With two ranks, some of the rank's own rows are multiplied together with the other's if the tiles of both products
+    then take fewer waves. With more ranks, their copies would wait until this rank has sent its rows to all others.
 
     Args:
         count: rows of a rank.
         columns: of the product.
-        sms: multiprocessors.
+        sms: multiprocessors; 0 if no rows may be moved.
     """
-    groups = [(first * count, last * count) for first, last in others(rank, ranks, count * columns)]
-    start, end = rank * count, (rank + 1) * count
-    is_last = rank == ranks - 1
-    first, last = groups[-1 if is_last else 0]
-    moved = moved_rows(count, last - first, columns, sms)
-    if is_last:
-        groups[-1] = first, last + moved
-        start += moved
-    else:
-        groups[0] = first - moved, last
-        end -= moved
-    return (start, end), *groups
+    if ranks > 2 or not sms:
+        groups = [(first * count, last * count) for first, last in others(rank, ranks, count * columns)]
+        return (rank * count, (rank + 1) * count), *groups
+    moved = moved_rows(count, columns, sms)
+    lower, upper = (0, count - moved), (count - moved, 2 * count)
+    return (lower, upper) if rank == 0 else ((count + moved, 2 * count), (0, count + moved))
 
 
-def moved_rows(own: int, theirs: int, columns: int, sms: int) -> int:
-    """How many of a rank's own rows are multiplied with those of others, not before them, so that waves are full.
+def moved_rows(count: int, columns: int, sms: int) -> int:
+    """How many of a rank's rows are multiplied after the others, together with as many rows of another rank.
 
-    A last wave with up to half of a wave's tiles counts as 0.55, because its tiles can be cut. At most a fifth of the
-    own rows are moved, which leaves enough to multiply until the others have arrived.
+    A last wave that is at most half full counts as 0.55, because its tiles can be cut. At most a fifth of the rows are
+    moved, and only in products with so many columns that the others arrive while the rest is multiplied.
+
+    Args:
+        count, columns, sms: see `ranges`.
     """
     rows, across = TILE[0], -(-columns // TILE[1])
 
@@ -91,11 +100,11 @@ def moved_rows(own: int, theirs: int, columns: int, sms: int) -> int:
         waves, rest = divmod(-(-count // rows) * across, sms)
         return 20 * waves + (0 if rest == 0 else 11 if 2 * rest <= sms else 20)
 
-    if -(-own // rows) * across < 2 * sms:
-        # Such products have other tiles.
+    if columns < LEAST_COLUMNS or -(-count // rows) * across < 2 * sms:
+        # Smaller products have other tiles.
         return 0
-    counts = range(0, own // 5 + 1, rows)
-    return min(counts, key=lambda moved: cost(own - moved) + cost(theirs + moved))
+    counts = range(0, count // 5 + 1, rows)
+    return min(counts, key=lambda moved: cost(count - moved) + cost(count + moved))
 
 
 def others(rank: int, ranks: int, elements: int) -> list[tuple[int, int]]:

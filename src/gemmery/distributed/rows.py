@@ -101,14 +101,18 @@ class GatheredRows:
         """Copy some of this rank's rows to where those of the others arrive, in parallel with later work.
 
         Args:
-            first, last: from which row of all on, and before which one, as for `of`.
+            first, last: the first row and the one after the last, counted over all ranks.
         """
         start = self.rank * self.own.shape[0]
         with self._shared.beside():
             self._whole[first:last].copy_(self.own[first - start : last - start], non_blocking=True)
 
     def of(self, first: int, last: int) -> Tensor:
-        """Some rows of this rank, or some for which later work waits: of other ranks, and of this one, once placed."""
+        """Rows of all ranks, from the first on and before the last.
+
+        The rank's own rows are returned in place. Otherwise, later work waits until those of other ranks have arrived,
+        and own ones that were placed are there.
+        """
         rows, start = self.own.shape[0], self.rank * self.own.shape[0]
         if start <= first and last <= start + rows:
             return self.own.narrow(0, first - start, last - first)
