@@ -66,7 +66,7 @@ def test_rows_are_moved_only_where_waves_are_saved(count, columns, sms):
     moved = moved_rows(count, columns, sms)
     assert moved % TILE[0] == 0
     assert 5 * moved <= count
-    assert both(moved) < both(0) if moved else True
+    assert not moved or both(moved) < both(0)
     if waves(count) > 2 and columns >= LEAST_COLUMNS:
         for other in range(0, count // 5 + 1, TILE[0]):
             assert both(other) > both(moved) - 1e-6 + 0.01 * (other < moved)

@@ -86,24 +86,26 @@ def ranges(rank: int, ranks: int, count: int, columns: int, sms: int) -> tuple[t
 
 
 def moved_rows(count: int, columns: int, sms: int) -> int:
-    """How many of a rank's rows are multiplied after the others, together with as many rows of another rank.
+    """How many of one rank's rows are multiplied together with the other's, and not before them.
 
     A last wave that is at most half full counts as 0.55, because its tiles can be cut. At most a fifth of the rows are
-    moved, and only in products with so many columns that the others arrive while the rest is multiplied.
+    moved, and only in products with so many columns that the other's rows arrive while the rest is multiplied.
 
     Args:
         count, columns, sms: see `ranges`.
     """
-    rows, across = TILE[0], -(-columns // TILE[1])
+
+    def tiles(count: int) -> int:
+        return -(-count // TILE[0]) * -(-columns // TILE[1])
 
     def cost(count: int) -> int:
-        waves, rest = divmod(-(-count // rows) * across, sms)
+        waves, rest = divmod(tiles(count), sms)
         return 20 * waves + (0 if rest == 0 else 11 if 2 * rest <= sms else 20)
 
-    if columns < LEAST_COLUMNS or -(-count // rows) * across < 2 * sms:
+    if columns < LEAST_COLUMNS or tiles(count) < 2 * sms:
         # Smaller products have other tiles.
         return 0
-    counts = range(0, count // 5 + 1, rows)
+    counts = range(0, count // 5 + 1, TILE[0])
     return min(counts, key=lambda moved: cost(count - moved) + cost(count + moved))
 
 

@@ -156,7 +156,8 @@ class ExtendedOperand(DenseOperand):
     """
 
     @property
-    def places(self) -> tuple[int, ...]:  # type: ignore[override]  # only where it is asked for
+    def places(self) -> tuple[int, ...]:  # type: ignore[override]
+        """See `Operand.places`."""
         return tuple(range(len(self.tensors)))
 
     @property
