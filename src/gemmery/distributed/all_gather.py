@@ -131,7 +131,7 @@ def _gather(
     name = f"all_gather_{op}"
     group = checked_group(name, op, a, b, group)
     dim = dimension(name, op, "gather_dim", a, b, dim)
-    ranks = dist.get_world_size(group)
+    ranks = group.size()
     if ranks == 1:
         return product(op, a, b, bias, functions, None, options)
     a = as_autocast(a)

@@ -138,7 +138,7 @@ def _all_reduced(
 ) -> Any:  # fmt: skip
     """A call in eager mode."""
     group = checked_group(f"{op}_all_reduce", op, a, b, group)
-    if dist.get_world_size(group) == 1:
+    if group.size() == 1:
         return product(op, a, b, bias, functions, None, options)
     if a.dim() == 1 and b.dim() == 2:
         made = _all_reduced(op, a.unsqueeze(0), b, bias, functions, options, group)

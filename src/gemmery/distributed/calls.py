@@ -175,6 +175,9 @@ def of_some_rows(bias: Any, functions: Functions, first: int, count: int, rows: 
         rows: the number of rows of the whole matrix. A bias or an argument with as many rows is narrowed.
     """
 
+    if bias is None and not functions.args:
+        return bias, functions
+
     def narrowed(value: Any) -> Any:
         has_rows = isinstance(value, Tensor) and value.dim() == 2 and value.shape[0] == rows
         return value.narrow(0, first, count) if has_rows else value
@@ -194,7 +197,7 @@ def given_up(shared: Shared, function: Callable[[], Any]) -> Any:
     place = shared.device
     try:
         # Triton launches on the current GPU.
-        with torch.cuda.device(place) if place.type == "cuda" else contextlib.nullcontext():
+        with torch.cuda.device(place.index) if place.type == "cuda" else contextlib.nullcontext():
             return function()
     except (TypeError, ValueError):
         # An error of the arguments, before any launch; it is the same on all ranks.

@@ -12,8 +12,8 @@ import socket
 import tempfile
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -116,6 +116,30 @@ class Memory:
         return keep(self.views, key, make()) if found is None else found
 
 
+class Beside:
+    """A context whose work on the GPU runs in parallel with later work, until `join`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device.index, torch.cuda.Stream(device)
+        #: Events: the data is ready, and has been sent.
+        self._ready, self._sent = torch.cuda.Event(), torch.cuda.Event()
+        self._outer = self._stream
+
+    def __enter__(self) -> None:
+        self._outer = torch.cuda.current_stream(self._device)
+        self._ready.record(self._outer)
+        self._stream.wait_event(self._ready)
+        torch.cuda.set_stream(self._stream)
+
+    def __exit__(self, *error: object) -> None:
+        self._sent.record(self._stream)
+        torch.cuda.set_stream(self._outer)
+
+    def join(self) -> None:
+        """Makes later work of the stream in which the context was entered wait for the context's work."""
+        self._outer.wait_event(self._sent)
+
+
 class Shared:
     """The memory of a process group for exchanges on one device.
 
@@ -131,10 +155,7 @@ class Shared:
         self.works = self.ranks <= MOST_RANKS and self._reachable()
         #: By the kind's name. Memory of earlier sizes is kept, too: a captured graph may use it.
         self._memories: dict[str, list[Memory]] = {}
-        if self.device.type == "cuda":
-            #: A stream for work parallel to kernels, and events: data is ready, and has been copied.
-            self.side = torch.cuda.Stream(device)
-            self.placed, self.sent = torch.cuda.Event(), torch.cuda.Event()
+        self._beside = Beside(device) if self.device.type == "cuda" else None
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -143,26 +164,14 @@ class Shared:
         assert group is not None
         return group
 
-    @contextmanager
-    def beside(self) -> Iterator[None]:
-        """Work that is queued inside runs in parallel with later work, until `join`; on a CPU, it runs at once."""
-        if self.device.type != "cuda":
-            yield
-            return
-        main = torch.cuda.current_stream(self.device)
-        self.placed.record(main)
-        self.side.wait_event(self.placed)
-        torch.cuda.set_stream(self.side)
-        try:
-            yield
-            self.sent.record(self.side)
-        finally:
-            torch.cuda.set_stream(main)
+    def beside(self) -> AbstractContextManager[None]:
+        """A context whose work runs in parallel with later work, until `join`; on a CPU, it runs at once."""
+        return self._beside or nullcontext()
 
     def join(self) -> None:
-        """Makes later work wait for the parallel work."""
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).wait_event(self.sent)
+        """Makes later work wait for the work in the last context of `beside`."""
+        if self._beside is not None:
+            self._beside.join()
 
     @property
     def patience(self) -> int:

@@ -146,7 +146,7 @@ def _scatter(
     name = f"{op}_reduce_scatter"
     group = checked_group(name, op, a, b, group)
     dim = dimension(name, op, "scatter_dim", a, b, dim)
-    ranks = dist.get_world_size(group)
+    ranks = group.size()
     if ranks == 1:
         return product(op, a, b, bias, functions, None, options)
     first_name = operand_names(op)[0]
@@ -176,7 +176,7 @@ def scattered_product(
     op: str, x: Tensor, b: Any, bias: Any, functions: Functions, options: Options, group: dist.ProcessGroup
 ) -> Any:  # fmt: skip
     """A product with a first operand that is one matrix."""
-    ranks = dist.get_world_size(group)
+    ranks = group.size()
     rows, columns = x.shape[0] // ranks, columns_of(op, b)
     dtype = x.dtype if x.dtype.is_floating_point else torch.int32
     shared = None
@@ -188,6 +188,7 @@ def scattered_product(
         total = Scattered.apply(partial, group)  # type: ignore[no-untyped-call]
         return finished(op, x[:rows], b, bias, functions, options, total)
     x, b = unpermuted(x, b)
+    of_partial = options._replace(out_dtype=dtype)
 
     def launched() -> Any:
         sums = PartialSums(f"{op}_reduce_scatter", shared, rows, columns, dtype)
@@ -196,7 +197,7 @@ def scattered_product(
                 owner = (shared.rank + step) % ranks
                 for first, count in pieces(rows, columns, x.shape[-1]):
                     part = x.narrow(0, owner * rows + first, count)
-                    part = product(op, part, b, None, NONE, None, options._replace(out_dtype=dtype))
+                    part = product(op, part, b, None, NONE, None, of_partial)
                     sums.send(owner, first, part, first + count == rows)
             own = sums.behind(x.narrow(0, shared.rank * rows, rows))
             return product(op, own, b, bias, with_received(functions, sums.received), None, options)
@@ -206,7 +207,8 @@ def scattered_product(
     return given_up(shared, launched)
 
 
-def pieces(rows: int, columns: int, depth: int) -> list[tuple[int, int]]:
+@functools.lru_cache(1024)
+def pieces(rows: int, columns: int, depth: int) -> tuple[tuple[int, int], ...]:
     """The first row and the number of rows of each product of a rank's rows; each is sent when it is computed.
 
     Each has half of the remaining rows, so that it has been sent when the next ones are computed, as long as both
@@ -224,7 +226,7 @@ def pieces(rows: int, columns: int, depth: int) -> list[tuple[int, int]]:
             break
         found.append((first, half))
         first += half
-    return [*found, (first, rows - first)]
+    return *found, (first, rows - first)
 
 
 def with_received(functions: Functions, received: Sequence[Tensor]) -> Functions:

@@ -13,6 +13,7 @@ import triton
 from torch import Tensor
 
 from ..kernels.shards import begin_call, collect, wait_for_ranks
+from ..launch import bound
 from ..operands import Arrivals, AwaitingRows
 from ..product.spec import Functions
 from .calls import shared_memory, tensors_of
@@ -54,15 +55,6 @@ def words_of(rows: int, columns: int, dtype: torch.dtype) -> int:
     return -(-rows * columns * dtype.itemsize // 4)
 
 
-def _quick(kernel: Any, grid: tuple[int, int, int], on_gpu: bool, *arguments: Any) -> Callable[..., object]:
-    """A function that launches a kernel with arguments of the same kinds as the given ones.
-
-    Triton's launch takes as much host time as the rest of a call.
-    """
-    launch: Callable[..., object] = kernel.warmup(*arguments, grid=grid)[grid] if on_gpu else kernel[grid]
-    return launch
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Rows of all ranks
 
@@ -74,15 +66,16 @@ class _Rows(NamedTuple):
         whole: all rows, on this rank.
         shards: this rank's shard, on every rank.
         sent: the numbers that tell, on every rank, that this rank's shard was sent.
-        begin: launches `begin_call`, given the time for which it waits.
-        wait: launches `wait_for_ranks`, given the first rank, the one after the last, and the time for which it waits.
+        begin: launches `begin_call`.
+        part: a function that gives some of `whole`, from one row to the one before another, and a function that
+            launches `wait_for_ranks` for the ranks whose rows these are.
     """
 
     whole: Tensor
     shards: tuple[Tensor, ...]
     sent: tuple[Tensor, ...]
-    begin: Callable[[int], object]
-    wait: Callable[[int, int, int], object]
+    begin: Callable[[], None]
+    part: Callable[[int, int], tuple[Tensor, Callable[[], None]]]
 
 
 class GatheredRows:
@@ -95,7 +88,7 @@ class GatheredRows:
 
     def __init__(self, shared: Shared, views: _Rows, own: Tensor) -> None:
         self.own, self.rank, self.ranks = own, shared.rank, shared.ranks
-        self._whole, self._wait, self._shared = views.whole, views.wait, shared
+        self._views, self._shared = views, shared
 
     def place(self, first: int, last: int) -> None:
         """Copy some of this rank's rows to where those of the others arrive, in parallel with later work.
@@ -105,7 +98,7 @@ class GatheredRows:
         """
         start = self.rank * self.own.shape[0]
         with self._shared.beside():
-            self._whole[first:last].copy_(self.own[first - start : last - start], non_blocking=True)
+            self._views.whole[first:last].copy_(self.own[first - start : last - start], non_blocking=True)
 
     def of(self, first: int, last: int) -> Tensor:
         """Rows of all ranks, from the first on and before the last.
@@ -115,22 +108,26 @@ class GatheredRows:
         """
         rows, start = self.own.shape[0], self.rank * self.own.shape[0]
         if start <= first and last <= start + rows:
-            return self.own.narrow(0, first - start, last - first)
+            count = last - first
+            return self.own if count == rows else self.own.narrow(0, first - start, count)
         if first < start + rows and start < last:
             self._shared.join()
-        self._wait(first // rows, -(-last // rows), self._shared.patience)
-        return self._whole.narrow(0, first, last - first)
+        part, wait = self._views.part(first, last)
+        wait()
+        return part
 
     def whole(self) -> Tensor:
         """The matrix of all rows; later work waits for them."""
-        self._whole.chunk(self.ranks)[self.rank].copy_(self.own)
-        self._wait(0, self.ranks, self._shared.patience)
-        return self._whole
+        rows = self.own.shape[0]
+        whole, wait = self._views.part(0, self.ranks * rows)
+        whole.narrow(0, self.rank * rows, rows).copy_(self.own)
+        wait()
+        return whole
 
 
 def for_rows(x: Tensor, b: Any, bias: Any, functions: Functions, group: dist.ProcessGroup) -> Shared | None:
     """The memory through which rows are gathered while they are multiplied; None if they are gathered before."""
-    ranks, (rows, columns) = dist.get_world_size(group), x.shape
+    ranks, (rows, columns) = group.size(), x.shape
     if not columns or not rows or words_of(ranks * rows, columns, x.dtype) > ROWS.most:
         return None
     return shared_memory(x, tensors_of(x, b, bias, functions), group)
@@ -147,8 +144,10 @@ def gathering(op: str, x: Tensor, shared: Shared) -> Iterator[GatheredRows]:
     own = x.contiguous()
     rows, columns = own.shape
     memory = shared.memory(op, ROWS, words_of(shared.ranks * rows, columns, own.dtype))
-    views: _Rows = memory.view((rows, columns, own.dtype), lambda: _rows(shared, memory, own))
-    views.begin(shared.patience)
+    views: _Rows = memory.view(
+        (rows, columns, own.dtype, shared.patience), lambda: _rows(shared, memory, own)
+    )
+    views.begin()
     with shared.beside():
         # First to the rank that visits it first.
         for step in range(1, shared.ranks):
@@ -168,14 +167,22 @@ def _rows(shared: Shared, memory: Memory, x: Tensor) -> _Rows:
         buffer[: memory.size].view(x.dtype)[: ranks * rows * columns].view(-1, columns)
         for buffer in memory.buffers
     ]
-    numbers = Numbers.of(memory)
-    before = numbers.flags[rank], memory.counters, memory.failures.data_ptr()
-    launch = _quick(wait_for_ranks, (1, 1, 1), x.is_cuda, *before, 0, ranks, shared.patience, rank)
+    numbers, patience, failed = Numbers.of(memory), shared.patience, memory.failures.data_ptr()
+
+    @functools.cache
+    @torch.inference_mode(False)
+    def part(first: int, last: int) -> tuple[Tensor, Callable[[], None]]:
+        ends = first // rows, -(-last // rows)
+        wait = bound.same(
+            wait_for_ranks, (numbers.flags[rank], memory.counters), lambda x: (*x, failed, *ends, patience),
+            {"RANK": rank},
+        )  # fmt: skip
+        return wholes[rank].narrow(0, first, last - first), wait
+
     return _Rows(
         wholes[rank], tuple([whole[rank * rows : (rank + 1) * rows] for whole in wholes]),
         tuple([each[rank : rank + 1] for each in numbers.flags]),
-        _beginning(shared, memory, numbers, waits=True),
-        lambda first, last, patience: launch(*before, first, last, patience, rank),
+        _beginning(shared, memory, numbers, waits=True), part,
     )  # fmt: skip
 
 
@@ -191,14 +198,14 @@ class Partials(NamedTuple):
         sent: the numbers that tell, on every rank, that these were sent.
         received: those of the other ranks, on this one, in the order of the ranks.
         arrivals: see `AwaitingRows`.
-        begin: launches `begin_call`, given its timeout.
+        begin: launches `begin_call`.
     """
 
     sends: tuple[Tensor, ...]
     sent: tuple[Tensor, ...]
     received: tuple[Tensor, ...]
     arrivals: Arrivals
-    begin: Callable[[int], object]
+    begin: Callable[[], None]
 
 
 class PartialSums:
@@ -213,7 +220,7 @@ class PartialSums:
         self._memory = shared.memory(op, PARTIALS, words_of(shared.ranks * rows, columns, dtype))
         key = rows, columns, dtype
         make = functools.partial(_partials, shared, self._memory, *key)
-        self._views: Partials = self._memory.view(key, make)
+        self._views: Partials = self._memory.view((*key, shared.patience), make)
         self.received = self._views.received
         # The data that is being sent, which the allocator must not reuse.
         self._sent: list[Tensor] = []
@@ -229,7 +236,7 @@ class PartialSums:
         """
         views = self._views
         if not self._sent:
-            views.begin(self._shared.patience)
+            views.begin()
         self._sent.append(part)
         with self._shared.beside():
             views.sends[rank].narrow(0, first, part.shape[0]).copy_(part, non_blocking=True)
@@ -238,7 +245,7 @@ class PartialSums:
 
     def behind(self, x: Tensor) -> AwaitingRows:
         """An operand for whose products tiles wait for `received`."""
-        return AwaitingRows(x, self._views.arrivals._replace(patience=self._shared.patience))
+        return AwaitingRows(x, self._views.arrivals)
 
     def end(self) -> None:
         """Makes later work wait until all rows are sent."""
@@ -261,12 +268,13 @@ def _partials(shared: Shared, memory: Memory, rows: int, columns: int, dtype: to
     )  # fmt: skip
 
 
-def _beginning(shared: Shared, memory: Memory, numbers: Numbers, waits: bool) -> Callable[[int], object]:
-    """A function that launches `begin_call`, given the time for which it waits."""
-    before = numbers.begun, memory.counters, memory.failures.data_ptr()
-    constants = shared.rank, shared.ranks, waits
-    launch = _quick(begin_call, (1, 1, 1), memory.counters.is_cuda, *before, shared.patience, *constants)
-    return lambda patience: launch(*before, patience, *constants)
+def _beginning(shared: Shared, memory: Memory, numbers: Numbers, waits: bool) -> Callable[[], None]:
+    """A function that launches `begin_call`."""
+    failed, patience = memory.failures.data_ptr(), shared.patience
+    return bound.same(
+        begin_call, (*numbers.begun, memory.counters), lambda x: (tuple(x[:-1]), x[-1], failed, patience),
+        {"RANK": shared.rank, "RANKS": shared.ranks, "WAITS": waits},
+    )  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -279,12 +287,12 @@ class _Results(NamedTuple):
     Attributes:
         shards: of each result, those of every rank.
         begun: see `Numbers`.
-        begin: launches `begin_call`, given its timeout.
+        begin: launches `begin_call`.
     """
 
     shards: list[tuple[Tensor, ...]]
     begun: tuple[Tensor, ...]
-    begin: Callable[[int], object]
+    begin: Callable[[], None]
 
 
 def collected(op: str, results: Sequence[Tensor], shared: Shared) -> tuple[Tensor, ...]:
@@ -298,11 +306,11 @@ def collected(op: str, results: Sequence[Tensor], shared: Shared) -> tuple[Tenso
     # In 32-bit words, at multiples of 16 bytes.
     sizes = [-(-words_of(1, x.numel(), x.dtype) // 4) * 4 for x in results]
     memory = shared.memory(op, RESULTS, sum(sizes))
-    key = tuple([(x.shape, x.dtype) for x in results])
+    key = shared.patience, *[(x.shape, x.dtype) for x in results]
     views: _Results = memory.view(key, lambda: _results(shared, memory, results, sizes))
     for x, each in zip(results, views.shards, strict=True):
         each[shared.rank].copy_(x.reshape(-1))
-    views.begin(shared.patience)
+    views.begin()
     made = []
     for x, each in zip(results, views.shards, strict=True):
         whole = x.new_empty(shared.ranks * rows, *x.shape[1:])

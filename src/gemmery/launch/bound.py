@@ -54,6 +54,26 @@ class Bound:
             self.direct = direct.prepare(self, compiled, tensors[0].get_device(), tensors, ())
 
 
+def same(
+    kernel: Any, tensors: Sequence[Tensor], arguments: Callable[[Sequence[Any]], Sequence[Any]],
+    constants: dict[str, Any],
+) -> Callable[[], None]:  # fmt: skip
+    """A function that launches one program of a kernel with the same tensors each time, on the current stream.
+
+    The tensors' device must be the current one, when the function is made and when it is called. The caller keeps the
+    tensors alive.
+    """
+    known = Bound(kernel, 1, arguments, constants)
+    known.shorten(tensors)
+    direct, addresses = known.direct, [x.data_ptr() for x in tensors]
+
+    def launch() -> None:
+        if direct is None or not direct(addresses):
+            known.launch(tensors)
+
+    return launch
+
+
 _known: dict[Any, Bound] = {}
 
 
