@@ -9,6 +9,7 @@ import sys
 import traceback
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import triton
@@ -17,6 +18,7 @@ from triton.backends.nvidia import driver as nvidia
 
 from gemmery.devices import TABLE
 from gemmery.formats import quantize
+from gemmery.kernels.shards import begin_call, wait_for_ranks
 from gemmery.lab.fused_targets import abstract_product
 from gemmery.launch import bound, direct
 from gemmery.launch.plan import Plan
@@ -342,6 +344,31 @@ def same_way_unpacked(name):
     assert compiled is made.compile(first)
 
 
+#: Kernels that are always launched with the same tensors: their arguments, given three tensors, and constants.
+SAME = {
+    "begin call": (
+        begin_call, lambda x: (tuple(x[:-1]), x[-1], 1 << 40, 1000), {"RANK": 0, "RANKS": 2, "WAITS": True},
+    ),
+    "wait for ranks": (wait_for_ranks, lambda x: (x[0], x[-1], 1 << 40, 0, 2, 1000), {"RANK": 0}),
+}  # fmt: skip
+
+
+def same_way_always(name):
+    """The same for a kernel whose tensors are the same in every launch."""
+    kernel, arguments, constants = SAME[name]
+    given = [torch.zeros(4, dtype=torch.int32) for _ in range(3)]
+    ordinary = bound.Bound(kernel, 1, arguments, constants)
+    compiled = ordinary.compile(given)
+    launch = bound.same(kernel, given, arguments, constants)
+    with mock.patch.object(bound.Bound, "launch", side_effect=AssertionError("there is no short way")):
+        LAUNCHES.calls.clear()
+        launch()
+        launch()
+    ordinary.launch(given)
+    *short, last = (repr(read(call, compiled)) for call in LAUNCHES.calls)
+    assert short == [last, last], f"{short} is not {last}"
+
+
 def newer():
     """With a Triton that nobody has read yet, a plan's launches go the ordinary way, and hand over what they always do."""
     config, shape = CASES["pointers"]
@@ -376,6 +403,7 @@ def main():
     checks = {name: lambda name=name: same_way(name) for name in CASES}
     checks |= {name: lambda name=name: same_way_fused(name) for name in FUSED}
     checks |= {name: lambda name=name: same_way_unpacked(name) for name in UNPACKED}
+    checks |= {name: lambda name=name: same_way_always(name) for name in SAME}
     checks |= {"hooks": hooks, "unknown": unknown, "newer": newer}
     for name, check in checks.items():
         try:

@@ -19,7 +19,8 @@ pytestmark = pytest.mark.xdist_group("direct")
 
 CHECKS = (
     "pointers", "odd", "descriptors", "batch", "persistent", "tail", "row", "matrix", "scale", "split", "fused",
-    "packed", "adapted", "unpacked scales", "unpacked channel", "hooks", "unknown", "newer",
+    "packed", "adapted", "unpacked scales", "unpacked channel", "begin call", "wait for ranks", "hooks",
+    "unknown", "newer",
 )  # fmt: skip
 if SPECIALIZED.available():
     CHECKS += ("specialized packed", "specialized scaled", "any width adapted")
