@@ -109,7 +109,7 @@ def delay(rank):
     """On one of several GPUs, the next rows are sent and placed some milliseconds after the product has begun."""
     shared = exchange.shared_by(dist.group.WORLD, torch.empty(0, device=ranks.HERE.device).device)
     if shared.device.type == "cuda" and shared.rank == rank:
-        with torch.cuda.stream(shared.side):
+        with shared.beside():
             torch.cuda._sleep(10_000_000)
 
 
