@@ -10,12 +10,14 @@ python benchmarks/sharded_rows.py --device cpu --shrink 32     the script itself
 "gather" is a product of rows of which each rank has a shard; "scatter" is a product whose sum over the ranks is sharded
 by rows. It starts its own ranks. Each result is compared with float64 before it is timed, and must have the same bits
 when it is computed again. The time is that of the slowest rank. "graph" is a call in a CUDA graph, and "eager" one from
-the host, many in a row; torch's async TP can't be captured. Times of the product and the communication alone are
-measured in the same rounds. Configs are those that gemmery chooses untuned. The file is written behind each row.
+the host, many in a row, so that the power limit sets the clock; torch's async TP can't be captured. "burst" is a single
+call from the host after a pause. Times of the product and the communication alone are measured in the same rounds.
+Configs are those that gemmery chooses untuned. The file is written behind each row.
 """
 
 import argparse
 import gc
+import itertools
 import json
 import random
 import statistics
@@ -54,10 +56,13 @@ from benchmarks.sharded_rows_checks import wanted as checks_wanted  # noqa: E402
 from gemmery.lab import timing  # noqa: E402
 from gemmery.lab.peers import OURS  # noqa: E402
 from gemmery.lab.results import describe_run  # noqa: E402
-from gemmery.tuning.stopwatch import Stopwatch  # noqa: E402
+from gemmery.tuning.stopwatch import FLUSH_BYTES, Stopwatch  # noqa: E402
 
 #: Seconds for which a call runs in a graph before it is timed, so that its own power limits the clock.
 STEADY = 60e-3
+#: Seconds that the GPUs sleep before a single call, so that the host has queued it when it starts; calls of a figure,
+#: and the most tries.
+PAUSE, LAUNCHES, TRIES = 4e-3, 7, 70
 #: What computes all of a row, besides gemmery; and parts of it.
 PEERS = ["cublas + nccl", "gemmery + nccl", "async_tp"]
 PARTS = ["cublas alone", "gemmery alone", "nccl alone"]
@@ -217,7 +222,42 @@ def measure(row: Row, ranks: Ranks, watch: Stopwatch | None, args: Any) -> dict[
         entry["seconds"]["graph"] = graph_rounds(captured, count, ranks, watch, args.rounds, order, STEADY)
     eager = {name: call for name, call in calls.items() if name != "gemmery + nccl"}
     entry["seconds"]["eager"] = eager_rounds(eager, ranks, args.rounds, order, eager_calls(row))
+    if watch is not None:
+        entry["seconds"]["burst"] = burst_rounds(calls | parts, ranks, watch, args.rounds, order)
     return entry
+
+
+def burst_rounds(
+    calls: dict[str, Call], ranks: Ranks, watch: Stopwatch, rounds: int, order: random.Random
+) -> list[timing.Round]:
+    """Seconds of a single call after a pause, with empty caches, on the slowest rank; round by round."""
+    meeting = torch.zeros(1, device=ranks.device)
+
+    def launched(call: Call, i: int) -> tuple[float, float]:
+        """The seconds of a call, and whether a host queued it too late, so that its own time is in them."""
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        ranks.wait()
+        torch.cuda._sleep(round(PAUSE * watch.cycles))
+        watch.flush()
+        # All GPUs start together.
+        dist.all_reduce(meeting)
+        start.record()
+        call(i)
+        end.record()
+        is_late = start.query()
+        end.synchronize()
+        seconds, any_late = ranks.largest([start.elapsed_time(end) / 1e3, is_late])
+        return seconds, any_late
+
+    def figure(name: str) -> float:
+        tried = (launched(calls[name], i) for i in range(TRIES))
+        found = list(itertools.islice((seconds for seconds, is_late in tried if not is_late), LAUNCHES))
+        if len(found) < LAUNCHES:
+            raise RuntimeError(f"{name}: the host does not queue a call within {PAUSE * 1e3:.0f} ms")
+        return statistics.median(found)
+
+    names = list(calls)
+    return [{name: figure(name) for name in order.sample(names, len(names))} for _ in range(rounds)]
 
 
 def chosen_configs(row: Row, own: int) -> list[str]:
@@ -255,10 +295,11 @@ def benchmark(ranks: Ranks, args: Any) -> None:
 
         symm.enable_symm_mem_for_group(dist.group.WORLD.group_name)
     watch = Stopwatch() if ranks.on_gpu else None
-    data = describe_run(args.seed, args.rounds, ("graph", "eager"), ranks.device, PEERS + PARTS)
+    data = describe_run(args.seed, args.rounds, ("graph", "eager", "burst"), ranks.device, PEERS + PARTS)
     data["protocol"] |= {
         "ranks": ranks.count, "graph": {"bytes": BYTES, "load_s": STEADY, "timed_s": TIMED},
         "eager": {"calls": {str(row.M): eager_calls(row) for row in SUITE}, "before": "as many"},
+        "burst": {"launches": LAUNCHES, "sleep_s": PAUSE, "flush_bytes": FLUSH_BYTES},
     }  # fmt: skip
     entries = []
     for row in chosen(args):

@@ -8,8 +8,8 @@ from benchmarks.records import Data, newest_triton_first, read_folder, run_lines
 from gemmery.lab import timing
 
 HEAD = [
-    "product, M × N × K", "over NCCL", "over async TP", "Triton", "gemmery", "product + NCCL", "product alone",
-    "NCCL alone",
+    "product, M × N × K", "over NCCL", "over async TP", "single, over NCCL", "single, over async TP", "Triton",
+    "gemmery", "product + NCCL", "product alone", "NCCL alone",
 ]  # fmt: skip
 ABOUT = (
     "Gather is `all_gather_linear`; K is whole, and M is that of all ranks together. Scatter is "
@@ -17,7 +17,8 @@ ABOUT = (
     "The product is the faster of cuBLAS's and gemmery's. NCCL is the time of its all-gather or reduce-scatter in "
     "bf16. The first ratio is the time of product and NCCL divided by gemmery's in the same round: the median, with "
     "the smallest and the largest in parentheses. The second ratio is that of torch's async TP, which can't be "
-    "captured, for calls from Python."
+    "captured, for calls from Python, many in a row. The next two are for single calls from Python after a pause, "
+    "without the host's time."
 )
 
 
@@ -40,12 +41,11 @@ def _line(row: Data, result: Data) -> list[str]:
     ours = result["ours"]
     steps = _fastest(median, "cublas + nccl", "gemmery + nccl")
     alone = _fastest(median, "cublas alone", "gemmery alone")
-    asynchronous = ""
-    if "async_tp" in row["seconds"]["eager"][0]:
-        asynchronous = _ratio(row["seconds"]["eager"], "async_tp", ours)
+    eager, single = row["seconds"]["eager"], row["seconds"].get("burst", [])
     return [
-        f"{row['kind']}, {row['M']} × {row['N']} × {row['K']}", f"**{_ratio(rounds, steps, ours)}",
-        asynchronous and f"**{asynchronous}", ".".join(result["triton"].split(".")[:2]),
+        f"{row['kind']}, {row['M']} × {row['N']} × {row['K']}", _ratio(rounds, steps, ours),
+        _ratio(eager, "async_tp", ours), _ratio(single, steps, ours), _ratio(single, "async_tp", ours),
+        ".".join(result["triton"].split(".")[:2]),
         *[f"{median[name] * 1e6:.1f}" for name in (ours, steps, alone, "nccl alone")],
     ]  # fmt: skip
 
@@ -55,9 +55,11 @@ def _fastest(median: dict[str, float], *names: str) -> str:
 
 
 def _ratio(rounds: Sequence[timing.Round], peer: str, ours: str) -> str:
-    """The second half of a bold ratio, with its spread."""
+    """A ratio with its spread, if the peer was measured."""
+    if not rounds or peer not in rounds[0]:
+        return ""
     ratio = timing.ratio(rounds, peer, ours)
-    return f"{ratio.median:.2f}** ({ratio.min:.2f}–{ratio.max:.2f})"
+    return f"**{ratio.median:.2f}** ({ratio.min:.2f}–{ratio.max:.2f})"
 
 
 def places(results: Sequence[Data]) -> str:
