@@ -13,7 +13,7 @@ def page(folder: Path) -> str:
         lines = table(all_reduce_summary.HEAD, all_reduce_summary.lines(results), "lrlrrrr")
         parts += ["### Sums", lines, all_reduce_summary.ABOUT, all_reduce_summary.places(results)]
     if results := sharded_rows_summary.read(folder):
-        lines = table(sharded_rows_summary.HEAD, sharded_rows_summary.lines(results), "lrrlrrrr")
+        lines = table(sharded_rows_summary.HEAD, sharded_rows_summary.lines(results), "lrrrrlrrrr")
         parts += ["### Rows", lines, sharded_rows_summary.ABOUT, sharded_rows_summary.places(results)]
     if results := sharded_model_summary.read(folder):
         lines = table(sharded_model_summary.HEAD, sharded_model_summary.lines(results), "lrlrr")
