@@ -297,6 +297,10 @@ class Warp:
             return arguments[0], value(arguments[1]) + value(arguments[2])
         elif code in ("selp.f32", "selp.b32"):
             return arguments[0], value(arguments[1 if value(arguments[3]) else 2])
+        elif code == "lop3.b32":
+            # Bits of the second where those of the first are set, otherwise of the third.
+            assert arguments[4] == "0xCA"
+            return arguments[0], value(arguments[2 if value(arguments[1]) else 3])
         elif code == "fma.rn.f32":
             total, number, scale, same = arguments
             assert total == same
@@ -740,7 +744,7 @@ def emulate(
         boxes = random.Random(seed).choice((64, x_rows)), boxes[1]
     stood_in = {"finish_tile": finish_tile, "combine": combine, "scales_of": scales_of} | changes
     stage_format, is_sparse = any_width_loop.format_of(format), forms[0].startswith("sparse")
-    streams, apart = random.Random(seed).randrange(3), 16 if forms[0] == "packed" else 8
+    streams, apart = random.Random(seed).randrange(3), 16 if forms[0] == "packed" or scales else 8
     widths = random.Random(seed).sample([width - apart, width, width + apart], 3)
     names = kernel(machine, 1, 3, of_thread, threads, boxes, forms, streams, scaled, edit, stood_in)
     unused = BARRIERS_AT + 8 * (2 * STAGES + 2)
@@ -893,8 +897,9 @@ CASES = [
     (2, 64, 80, 3, True, (256, 400, 200), 1, ("rows", "rows"), True),
     (2, 256, 136, 3, False, (600, 300, 200), 1, ("rows", "rows"), True),
     # Steps that are multiplied by scales before, of two and of three times 128 columns.
-    (2, 128, 88, 3, False, (300, 400, 330), 2, ("rows", "rows"), True, True),
-    (1, 64, 168, 3, False, (200, 700, 200), 1, ("rows", "rows"), True, True),
+    (2, 128, 80, 3, False, (300, 400, 330), 2, ("rows", "rows"), True, True),
+    (1, 64, 160, 3, False, (200, 720, 200), 1, ("rows", "rows"), True, True),
+    (2, 128, 144, 3, False, (300, 1008, 200), 1, ("rows", "rows"), True, True),
     # Packed weights.
     (2, 128, 64, 3, False, (304, 300, 330), 2, ("packed", "rows"), False, False, str(INT4)),
     (2, 256, 64, 4, False, (608, 300, 200), 1, ("packed", "rows"), False, False, str(INT4)),
@@ -987,7 +992,7 @@ MUTANTS = {
     },
     "the first 128 columns' scales for all": {
         "message": "not the scales of this block and step",
-        "edit": lambda text: text.replace("less, ahead, 1", "less, ahead, -1"),
+        "edit": lambda text: text.replace("-1, 0, less", "0, 0, less"),
     },
     "scales that stay those of the first step": {
         "message": "not the scales of this block and step",

@@ -155,19 +155,25 @@ def _scales(spans):
 def _scaled_sums(totals, numbers):
     """Assembly that multiplies a step's numbers by their scales and adds them.
 
-    The tile's first span has `ahead` blocks of 8 columns. The blocks after them have the scale of the next span.
+    Pairs of blocks of 8 columns have the same scale. The tile's first span has `ahead` blocks, an even number. The
+    blocks after them have the scale of the next span, and all bits of the register `beyond` of their pair are set.
     """
     lines = []
-    for block in range(len(totals) // 4):
-        # A span has 16 blocks.
-        span = block // 16
-        lines.append(f"setp.le.s32 less, ahead, {block % 16};")
-        for row in range(2):
-            lines.append(f"selp.f32 scale, both{row}{span + 1}, both{row}{span}, less;")
+    # A pair has 8 numbers of a thread, and a span has 8 pairs.
+    for first in range(0, len(totals), 8):
+        span, pair = divmod(first // 8, 8)
+        scales = [f"both{row}{span}" for row in range(2)]
+        if pair:
+            # Where bits of `beyond` are set, those of the next span's scale; otherwise those of this span's.
             lines += [
-                f"fma.rn.f32 {totals[i]}, {numbers[i]}, scale, {totals[i]};"
-                for i in range(4 * block + 2 * row, 4 * block + 2 * row + 2)
+                f"lop3.b32 scale{row}, beyond{pair}, both{row}{span + 1}, both{row}{span}, 0xCA;"
+                for row in range(2)
             ]
+            scales = ["scale0", "scale1"]
+        lines += [
+            f"fma.rn.f32 {totals[i]}, {numbers[i]}, {scales[i // 2 % 2]}, {totals[i]};"
+            for i in range(first, first + 8)
+        ]
     return "".join(lines)
 
 
@@ -180,10 +186,14 @@ def _scales_of(first, spans):
     at = {"row0": first, "row1": first + 2} | {f"col{j}": first + 4 + 4 * j for j in range(spans)}
     loads = "".join(f"mov.b64 at_{name}, ${i}; ld.global.f32 {name}, [at_{name}];" for name, i in at.items())
     return (
-        ".reg .pred less; .reg .f32 row0, row1, col0, col1, col2, scale;"
+        ".reg .pred less; .reg .f32 row0, row1, col0, col1, col2, scale0, scale1; .reg .b32 beyond<8>;"
         ".reg .f32 both00, both01, both02, both10, both11, both12;"
         ".reg .b64 at_row0, at_row1, at_col0, at_col1, at_col2, row_step, col_step; .reg .b32 ahead;"
         f"mov.b64 row_step, ${first + 16}; mov.b64 col_step, ${first + 20}; mov.b32 ahead, ${first + 24}; {loads}"
+        + "".join(
+            f"setp.le.s32 less, ahead, {2 * pair}; selp.b32 beyond{pair}, -1, 0, less;"
+            for pair in range(1, 8)
+        )
     )
 
 

@@ -22,6 +22,7 @@ from . import any_width_cost
 from .any_width_binding import AnyWidthBinding
 from .any_width_tile import (
     EACH,
+    EACH_SCALED,
     EIGHT,
     KINDS,
     LEAST_PACKED,
@@ -84,7 +85,8 @@ class AnyWidth(PersistentStatic):
         yield (
             _operands_suit(p),
             f"matrices; of a packed weight no halves, groups of a power of two from {STRIP} on and scales in the type "
-            f"of a; of a sparse weight kept numbers of 16 or 8 bits; of fp8 scales for {BLOCK} of K and {BLOCK} of N",
+            f"of a; of a sparse weight kept numbers of 16 or 8 bits; of fp8 scales for {BLOCK} of K and {BLOCK} of N, "
+            f"and N a multiple of {EACH_SCALED}",
         )
         if p.ragged:
             yield _groups_suit(p), "groups of 16-bit matrices, with an epilogue of vectors at most"
@@ -176,8 +178,9 @@ class AnyWidth(PersistentStatic):
             return f"the kernel counts tiles and parts of tiles to {MOST_UNITS}; there are {units}"
         if p.batch_invariant and c.split_k > 1:
             return "whether a tile is cut along K depends on the number of rows"
-        if p.b.by_steps and (c.swap or self.tile(c).own != ROWS):
-            return f"scales along K need {ROWS} rows for each warpgroup and no swap"
+        if p.b.by_steps and (c.swap or self.tile(c).own != ROWS or self.tile(c).y % EACH_SCALED):
+            rows = f"{ROWS} rows for each warpgroup"
+            return f"scales along K need {rows}, a width that is a multiple of {EACH_SCALED}, and no swap"
         rules, numbers = rules_of(p.b.staged), numbers_for(p)
         if self.tile(c).own > rules.own:
             return f"{rules.about} needs {rules.own} rows for each warpgroup"
@@ -299,7 +302,8 @@ def _operands_suit(problem: Problem) -> bool:
         return isinstance(a, Dense) and type(b) in (Dense, Pair)
     # The kernel's assembly loads fp32.
     scales = all(operand.scale.dtype == torch.float32 for operand in (a, b))
-    return scales and b.by_steps and b.step == BLOCK and b.every % BLOCK == 0 and not problem.paired
+    blocks = b.by_steps and b.step == BLOCK and b.every % BLOCK == 0 and not problem.paired
+    return scales and blocks and problem.N % EACH_SCALED == 0
 
 
 def _batch_suits(problem: Problem) -> bool:

@@ -31,8 +31,9 @@ MOST_STAGES = 12
 #: By the number of warpgroups: numbers of the accumulator that a thread has registers for; and those of a warpgroup
 #: that takes turns.
 ACCUMULATORS, IN_TURNS = {1: 128, 2: 160, 3: 96}, 144
-#: Numbers of the accumulator if a step's sum takes as many registers again, and if there are also scales.
-PROMOTED, SCALED = {1: 96, 2: 88, 3: 64}, {1: 88, 2: 80, 3: 48}
+#: Numbers of the accumulator if a step's sum takes as many registers again, and if there are also scales. The widths
+#: of tiles with scales are multiples of `EACH_SCALED`, since pairs of blocks have a scale.
+PROMOTED, SCALED, EACH_SCALED = {1: 96, 2: 88, 3: 64}, {1: 88, 2: 80, 3: 48}, 16
 #: The widths that share a kernel where X is a packed weight and each warpgroup has 64 rows of it, by the number of
 #: warpgroups. The more widths a kernel has, the more often its products wait for each other, see `waits_for_each`.
 PACKED_WIDTHS = {
@@ -159,8 +160,14 @@ class Tile(NamedTuple):
         """Widths are multiples of this. A kernel has code for each width, and more code takes longer to compile."""
         return 8 if self.own == ROWS and self.groups < 3 else 16
 
-    def each_of(self, rules: Rules) -> int:
-        """`each` with these rules."""
+    def each_of(self, rules: Rules, numbers: dict[int, int] | None = None) -> int:
+        """`each` with these rules.
+
+        Args:
+            numbers: see `numbers_for`.
+        """
+        if numbers is SCALED:
+            return EACH_SCALED
         return self.each if rules.each is None or self.groups > 2 else rules.each
 
     def widths(self, stage: Stage | None, of_y: Form, numbers: dict[int, int] | None) -> tuple[int, ...]:
@@ -176,7 +183,7 @@ class Tile(NamedTuple):
         found: Sequence[int] = (self.y,)
         if rules.shared is None:
             if self.y >= PART:
-                found = range(PART, self.widest(numbers) + 1, self.each_of(rules))
+                found = range(PART, self.widest(numbers) + 1, self.each_of(rules, numbers))
         elif self.own == ROWS:
             found = next((widths for widths in rules.shared[self.groups] if self.y in widths), found)
         return tuple(width for width in found if width % EACH[of_y] == 0)

@@ -101,7 +101,7 @@ def _rows(sizes: Sizes, step: int, numbers: Numbers, offer: Offer | None = None)
 def _widths(tile: Tile, numbers: Numbers, offer: Offer | None) -> range:
     """The widths of tiles with this many rows of X."""
     if offer is None:
-        return range(PART, tile.widest(numbers) + 1, tile.each)
+        return range(PART, tile.widest(numbers) + 1, tile.each_of(rules_of(None), numbers))
     widest = tile.widest(numbers) if tile.groups > 1 else min(tile.widest(numbers), offer.alone)
     return range(PART, widest + 1, offer.each or tile.each_of(rules_of(offer.stages[0])))
 
