@@ -184,7 +184,7 @@ def test_tables_of_the_triton_that_streams(streams, monkeypatch):
 
 
 def test_it_is_chosen_where_it_was_measured_to_be_quicker():
-    for problem in (packed(weight="mxfp4"), packed(epilogue="swiglu"), blocks(), blocks(M=512)):
+    for problem in (packed(weight="mxfp4"), packed(epilogue="swiglu"), blocks(), blocks(M=1024)):
         assert rank(problem)[0][0].schedule == "specialized"
     for M in (1, 4, 16):
         assert rank(packed(M=M))[0][0].block_m == (8 if M <= 8 else 16)
