@@ -248,14 +248,4 @@ class PatientStopwatch(Stopwatch):
         """As `Stopwatch.cold`; of a `Waiting` call, all figures count."""
         if not isinstance(call, Waiting):
             return super().cold(call, launches)
-        times = []
-        for _ in range(launches):
-            start, end = self.cuda.Event(enable_timing=True), self.cuda.Event(enable_timing=True)
-            self.cuda._sleep(round(SLEEP * self.cycles))
-            self.flush()
-            start.record()
-            call()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) / 1e3)
-        return times
+        return [self.single(call, SLEEP)[0] for _ in range(launches)]

@@ -234,19 +234,11 @@ def burst_rounds(
     meeting = torch.zeros(1, device=ranks.device)
 
     def launched(call: Call, i: int) -> tuple[float, float]:
-        """The seconds of a call, and whether a host queued it too late, so that its own time is in them."""
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        """The seconds of a call on the slowest rank, and whether a host queued it too late."""
         ranks.wait()
-        torch.cuda._sleep(round(PAUSE * watch.cycles))
-        watch.flush()
         # All GPUs start together.
-        dist.all_reduce(meeting)
-        start.record()
-        call(i)
-        end.record()
-        is_late = start.query()
-        end.synchronize()
-        seconds, any_late = ranks.largest([start.elapsed_time(end) / 1e3, is_late])
+        seconds, is_late = watch.single(partial(call, i), PAUSE, partial(dist.all_reduce, meeting))
+        seconds, any_late = ranks.largest([seconds, is_late])
         return seconds, any_late
 
     def figure(name: str) -> float:

@@ -41,7 +41,7 @@ def _line(row: Data, result: Data) -> list[str]:
     ours = result["ours"]
     steps = _fastest(median, "cublas + nccl", "gemmery + nccl")
     alone = _fastest(median, "cublas alone", "gemmery alone")
-    eager, single = row["seconds"]["eager"], row["seconds"].get("burst", [])
+    eager, single = row["seconds"]["eager"], row["seconds"]["burst"]
     return [
         f"{row['kind']}, {row['M']} × {row['N']} × {row['K']}", _ratio(rounds, steps, ours),
         _ratio(eager, "async_tp", ours), _ratio(single, steps, ours), _ratio(single, "async_tp", ours),
@@ -56,7 +56,7 @@ def _fastest(median: dict[str, float], *names: str) -> str:
 
 def _ratio(rounds: Sequence[timing.Round], peer: str, ours: str) -> str:
     """A ratio with its spread, if the peer was measured."""
-    if not rounds or peer not in rounds[0]:
+    if peer not in rounds[0]:
         return ""
     ratio = timing.ratio(rounds, peer, ours)
     return f"**{ratio.median:.2f}** ({ratio.min:.2f}–{ratio.max:.2f})"

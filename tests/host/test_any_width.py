@@ -3,6 +3,7 @@
 import inspect
 import re
 import types
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -218,6 +219,17 @@ def test_configs_that_are_none(text, message):
 def test_what_a_problem_refuses(given, text, message):
     with pytest.raises(ValueError, match=message):
         schedules.bind(problem(**given), Config.of(text))
+
+
+@pytest.mark.parametrize(
+    ("N", "width", "message"),
+    [(2048, 88, "a width that is a multiple of 16"), (2056, 96, "N a multiple of 16"), (2064, 96, None)],
+)
+def test_block_scales_are_of_16_columns(N, width, message):
+    given = abstract_problem(512, N, 1024, device=H200, dtype="e4m3", scales="block")
+    config = Config.of(f"128x{width}x128-g8-w8-s4-cooperative-descriptor")
+    with nullcontext() if message is None else pytest.raises(ValueError, match=message):
+        schedules.bind(given, config)
 
 
 @pytest.mark.parametrize(

@@ -300,7 +300,7 @@ class Warp:
         elif code == "lop3.b32":
             # Bits of the second where those of the first are set, otherwise of the third.
             assert arguments[4] == "0xCA"
-            return arguments[0], value(arguments[2 if value(arguments[1]) else 3])
+            return arguments[0], value(arguments[{-1: 2, 0: 3}[value(arguments[1])]])
         elif code == "fma.rn.f32":
             total, number, scale, same = arguments
             assert total == same
@@ -900,6 +900,7 @@ CASES = [
     (2, 128, 80, 3, False, (300, 400, 330), 2, ("rows", "rows"), True, True),
     (1, 64, 160, 3, False, (200, 720, 200), 1, ("rows", "rows"), True, True),
     (2, 128, 144, 3, False, (300, 1008, 200), 1, ("rows", "rows"), True, True),
+    (2, 128, 48, 3, False, (300, 400, 330), 2, ("rows", "rows"), True, True),
     # Packed weights.
     (2, 128, 64, 3, False, (304, 300, 330), 2, ("packed", "rows"), False, False, str(INT4)),
     (2, 256, 64, 4, False, (608, 300, 200), 1, ("packed", "rows"), False, False, str(INT4)),

@@ -26,6 +26,14 @@ def test_cold_repeats_a_launch_that_came_late(gpu, watch):
     assert gpu.trace.count("k") > 2
 
 
+def test_what_comes_before_a_single_call_is_not_timed(gpu, watch):
+    gpu.trace.clear()
+    before, call = gpu.kernel("before", 70e-6, host=5e-6), gpu.kernel("k", 40e-6, host=30e-6)
+    assert watch.single(call, 1e-3, before) == (pytest.approx(40e-6), False)
+    assert gpu.trace == ["sleep", "flush", "before", "k"]
+    assert watch.single(gpu.kernel("k", 40e-6, host=3e-3), 1e-3)[1] is True
+
+
 def test_cold_refuses_a_call_that_synchronizes(gpu, watch):
     def call():
         gpu.launch("k", 40e-6)

@@ -222,7 +222,8 @@ def scales_of(step_args, row, col, shape, first_k, EVERY_M: gl.constexpr, EVERY_
 
     Args:
         step_args: the scales, as `kernels.scales` takes them, of a step each.
-        row, col: where rows and columns begin, in a matrix of `shape`.
+        row, col: where rows and columns begin, in a matrix of `shape`; `col` is a multiple of 16, see
+            `any_width_loop`.
         first_k: where the steps begin.
         EVERY_M, EVERY_N: rows and columns that share a scale; the latter in multiples of 128.
 

@@ -155,12 +155,13 @@ def _scales(spans):
 def _scaled_sums(totals, numbers):
     """Assembly that multiplies a step's numbers by their scales and adds them.
 
-    Pairs of blocks of 8 columns have the same scale. The tile's first span has `ahead` blocks, an even number. The
-    blocks after them have the scale of the next span, and all bits of the register `beyond` of their pair are set.
+    The two blocks of 8 columns of a pair have the same scale, since tiles begin at multiples of 16. The tile's first
+    span has `ahead` blocks, 2 to 16. Where a pair belongs to the next span, all bits of its register `beyond` are set.
     """
     lines = []
     # A pair has 8 numbers of a thread, and a span has 8 pairs.
     for first in range(0, len(totals), 8):
+        # The first of 8 pairs never belongs to the next span.
         span, pair = divmod(first // 8, 8)
         scales = [f"both{row}{span}" for row in range(2)]
         if pair:

@@ -178,9 +178,8 @@ class AnyWidth(PersistentStatic):
             return f"the kernel counts tiles and parts of tiles to {MOST_UNITS}; there are {units}"
         if p.batch_invariant and c.split_k > 1:
             return "whether a tile is cut along K depends on the number of rows"
-        if p.b.by_steps and (c.swap or self.tile(c).own != ROWS or self.tile(c).y % EACH_SCALED):
-            rows = f"{ROWS} rows for each warpgroup"
-            return f"scales along K need {rows}, a width that is a multiple of {EACH_SCALED}, and no swap"
+        if p.b.by_steps and (c.swap or self.tile(c).own != ROWS):
+            return f"scales along K need {ROWS} rows for each warpgroup and no swap"
         rules, numbers = rules_of(p.b.staged), numbers_for(p)
         if self.tile(c).own > rules.own:
             return f"{rules.about} needs {rules.own} rows for each warpgroup"
@@ -196,15 +195,19 @@ class AnyWidth(PersistentStatic):
             return "a sum over ranks needs tiles and parts of tiles that do not overlap"
         if not self.considers(p, np.asarray(p.M)):
             return "a row that is added to one row may be the output itself, of which some is stored twice"
-        return self._untaken(c, Forms.of(p))
+        return self._untaken(c, Forms.of(p), numbers)
 
-    def _untaken(self, config: Config, forms: Forms) -> str | None:
-        """The reason why operands with these layouts cannot be cut into a config's tiles; None if they can."""
+    def _untaken(self, config: Config, forms: Forms, numbers: dict[int, int] | None = None) -> str | None:
+        """The reason why operands with these layouts cannot be cut into a config's tiles; None if they can.
+
+        Args:
+            numbers: see `numbers_for`.
+        """
         c, tile, rules = config, self.tile(config), rules_of(forms.packed)
         _, y_form = forms_of(config, forms)
         if forms.packed is not None and not c.swap:
             return f"{rules.name} weights need swap"
-        if tile.y % (each := tile.each_of(rules)):
+        if tile.y % (each := tile.each_of(rules, numbers)):
             return f"{tile.own} rows for each of {tile.groups} warpgroups need a width that is a multiple of {each}"
         if c.block_k == ROW and (forms.a_turned or forms.b_turned):
             return "operands of 8 bits need adjacent elements along K"

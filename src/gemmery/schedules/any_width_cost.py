@@ -27,7 +27,8 @@ EFFICIENCY, EDGE = 0.9345, 18.8
 #: slowly from shared memory: products take 1 + (TURNED / width)^2 times as long.
 TURNED = 32.0
 #: The factor of the products' time if each step's sum is promoted, and if it is also scaled; for 1, 2 and 3
-#: warpgroups, since the others multiply while one adds.
+#: warpgroups: the others multiply while one adds, and tiles of three are narrow. The second is of
+#: `any_width_scales-mixed`.
 PROMOTING, SCALING = (1.57, 1.14, 1.04), (1.55, 1.25, 1.4)
 #: For products with a 2:4 sparse weight: their time as a part of that of dense ones, if only Y is read from shared
 #: memory; and seconds at a launch's start for each warpgroup but the first.

@@ -109,24 +109,39 @@ class Stopwatch:
         times: list[float] = []
         rest = SLEEP
         while len(times) < launches:
-            start, end = self.cuda.Event(enable_timing=True), self.cuda.Event(enable_timing=True)
-            self.cuda._sleep(round(rest * self.cycles))
-            self.flush()
-            start.record()
-            call()
-            end.record()
-            late = start.query()
-            end.synchronize()
-            if not late:
-                times.append(start.elapsed_time(end) / 1e3)
+            seconds, is_late = self.single(call, rest)
+            if not is_late:
+                times.append(seconds)
                 continue
-            # The GPU got to the start before the host had queued the end: the figure would have the host's time in it.
             rest *= 2
             if rest > _LONGEST_SLEEP:
                 raise RuntimeError(
                     f"a call is still not queued after {_LONGEST_SLEEP * 1e3:.0f} ms: does it synchronize with the GPU?"
                 )
         return times
+
+    def single(self, call: Call, rest: float, before: Call | None = None) -> tuple[float, bool]:
+        """Time a single call after a sleep, with an L2 cache that holds none of its inputs.
+
+        Args:
+            rest: seconds for which the GPU sleeps.
+            before: queues work between the sleep and the call, which is not timed.
+
+        Returns:
+            The seconds, and whether the GPU got to the start before the host had queued the end, so that the host's
+            time is in them.
+        """
+        start, end = self.cuda.Event(enable_timing=True), self.cuda.Event(enable_timing=True)
+        self.cuda._sleep(round(rest * self.cycles))
+        self.flush()
+        if before is not None:
+            before()
+        start.record()
+        call()
+        end.record()
+        is_late = start.query()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3, is_late
 
     def estimate(self, call: Call) -> Estimate:
         """About the time that a call takes; calls it once before, so that compilation is not in it."""
