@@ -258,6 +258,8 @@ def errors():
             function(x[0], w)
         with pytest.raises(TypeError, match="x is a list"):
             function([x], w)
+        with pytest.raises(TypeError, match="group is a str; it must be a ProcessGroup"):
+            function(x, w, group="default")
         with pytest.raises(ValueError, match="inner sizes 32 and 16 differ"):
             function(x, w[:, :16])
     with pytest.raises(ValueError, match="must be a multiple of the 2 ranks"):
@@ -419,14 +421,25 @@ def styles():
         ValueError, match="the weight has 25 columns; with overlap=True they must be a multiple"
     ):
         parallelize_module(nn.Linear(25, 8), mesh, ours.RowwiseParallel(overlap=True))
-    with pytest.raises(ValueError, match="input_layouts is R; with overlap=True it must be Shard"):
+    with pytest.raises(
+        ValueError, match=r"input_layouts is Replicate\(\); with overlap=True it must be Shard"
+    ):
         parallelize_module(nn.Linear(8, 8), mesh, ours.ColwiseParallel(overlap=True))
-    with pytest.raises(ValueError, match=r"output_layouts is P\(sum\); with overlap=True it must be Shard"):
+    with pytest.raises(
+        ValueError, match=r"output_layouts is Partial\(sum\); with overlap=True it must be Shard"
+    ):
         parallelize_module(
             nn.Linear(8, 8), mesh, ours.RowwiseParallel(output_layouts=Partial(), overlap=True)
         )
-    with pytest.raises(ValueError, match="output_layouts is R; with overlap=True it must be Shard"):
+    with pytest.raises(
+        ValueError, match=r"output_layouts is Replicate\(\); with overlap=True it must be Shard"
+    ):
         parallelize_module(nn.Linear(8, 8), mesh, ours.ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate(), overlap=True))  # fmt: skip
+    for style in (ours.ColwiseParallel(), ours.RowwiseParallel(overlap=True)):
+        name = type(style).__name__
+        assert repr(style).startswith(f"{name}(") and repr(style).endswith(f", overlap={style.overlap})")
+        with pytest.raises(TypeError, match=f"{name}: module is a MLP; use FeedForwardParallel for a block"):
+            parallelize_module(gemmery.nn.MLP(8, 16), mesh, style)
     with pytest.raises(TypeError, match="Own; with overlap=True"):
         parallelize_module(Own(8, 8), mesh, ours.RowwiseParallel(output_layouts=Shard(1), overlap=True))
 
@@ -448,7 +461,9 @@ def summing_styles():
     )
     x, wide = normal(2, 64, 64, seed=5), normal(2, 64, 128, seed=6)
     wants = [each(given).detach() for each, given in ((block, x), (dense, wide), (packed, wide))]
-    with pytest.raises(ValueError, match=r"output_layouts is P\(sum\); with overlap=True it must be Shard"):
+    with pytest.raises(
+        ValueError, match=r"output_layouts is Partial\(sum\); with overlap=True it must be Shard"
+    ):
         parallelize_module(block, mesh, ours.FeedForwardParallel(output_layouts=Partial(), overlap=True))
     parallelize_module(block, mesh, ours.FeedForwardParallel(overlap=True))
     for layer in (dense, packed):

@@ -354,7 +354,7 @@ HINTS = {
     "epilogue by name": (
         lambda: gemmery.linear(t(3, 4), t(6, 4), epilogue="gelu"), TypeError, "such as gemmery.epilogues.gelu"
     ),
-    "a weight in matmul": (lambda: gemmery.matmul(t(3, 4), t(6, 4)), ValueError, "use gemmery.linear or b.T"),
+    "a weight in matmul": (lambda: gemmery.matmul(t(3, 4), t(6, 4)), ValueError, "for a weight (N, K), give b.T"),
     "precision": (lambda: gemmery.linear(t(3, 4), t(6, 4), precision="high"), ValueError, "tf32x3, torch"),
     "an argument is missing": (
         lambda: gemmery.linear(t(3, 4), t(6, 4), epilogue=lambda acc, g: acc * g), TypeError,

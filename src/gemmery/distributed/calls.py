@@ -49,7 +49,7 @@ def checked_group(name: str, op: str, a: Any, b: Any, group: dist.ProcessGroup |
         op: the product that is part of it.
 
     Raises:
-        TypeError: an operand is of a kind that it does not accept.
+        TypeError: an operand is of a kind that it does not accept, or the group is not a process group.
         ValueError: this process is not in the group.
         RuntimeError: there is no process group.
     """
@@ -67,6 +67,10 @@ def checked_group(name: str, op: str, a: Any, b: Any, group: dist.ProcessGroup |
     assert group is not None
     if group == dist.GroupMember.NON_GROUP_MEMBER:  # type: ignore[comparison-overlap]
         raise ValueError(f"{name}: this process is not in the group")
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"{name}: group is a {type(group).__name__}; it must be a ProcessGroup, as mesh.get_group() returns it"
+        )
     return group
 
 

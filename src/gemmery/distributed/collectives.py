@@ -8,6 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+#: torch 2.13 has new names for them.
+gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 class Gathered(torch.autograd.Function):
     """The shards of all ranks, concatenated."""
@@ -21,7 +25,7 @@ class Gathered(torch.autograd.Function):
         if x.dtype.is_floating_point and x.dtype.itemsize == 1:
             # Not every backend supports fp8.
             to, part = to.view(torch.uint8), part.view(torch.uint8)
-        dist.all_gather_into_tensor(to, part, group=group)
+        gather(to, part, group=group)
         return whole
 
     @staticmethod
@@ -33,7 +37,7 @@ class Gathered(torch.autograd.Function):
 def scattered_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """This rank's rows of the sum over the ranks."""
     total = x.new_empty(x.shape[0] // dist.get_world_size(group), *x.shape[1:])
-    dist.reduce_scatter_tensor(total, x.contiguous(), group=group)
+    scatter(total, x.contiguous(), group=group)
     return total
 
 

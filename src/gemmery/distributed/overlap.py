@@ -169,7 +169,7 @@ def overlapping(
         )
     wanted, text = kind.PLACEMENTS
     if not isinstance(placement, wanted):
-        raise ValueError(f"{style}: {kind.ARGUMENT} is {placement}; with overlap=True it must be {text}")
+        raise ValueError(f"{style}: {kind.ARGUMENT} is {placement!r}; with overlap=True it must be {text}")
     if mesh.ndim != 1:
         raise ValueError(f"{style}: the mesh has {mesh.ndim} dimensions; with overlap=True it must have one")
     columns = cast(Tensor, module.weight).shape[1]

@@ -50,11 +50,15 @@ class ColwiseParallel(torch_styles.ColwiseParallel):
         super().__init__(**how)
         self.overlap = overlap
 
+    def __repr__(self) -> str:
+        return f"{super().__repr__()[:-1]}, overlap={self.overlap})"
+
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _check_layer("ColwiseParallel", module)
         if self.overlap:
             if self.output_layouts[0] != Shard(-1):
                 raise ValueError(
-                    f"ColwiseParallel: output_layouts is {self.output_layouts[0]}; with overlap=True it must be "
+                    f"ColwiseParallel: output_layouts is {self.output_layouts[0]!r}; with overlap=True it must be "
                     "Shard(-1)"
                 )
             made = overlapping(
@@ -91,11 +95,15 @@ class RowwiseParallel(torch_styles.RowwiseParallel):
         super().__init__(**how)
         self.overlap = overlap
 
+    def __repr__(self) -> str:
+        return f"{super().__repr__()[:-1]}, overlap={self.overlap})"
+
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _check_layer("RowwiseParallel", module)
         if self.overlap:
             if self.input_layouts[0] != Shard(-1):
                 raise ValueError(
-                    f"RowwiseParallel: input_layouts is {self.input_layouts[0]}; with overlap=True it must be "
+                    f"RowwiseParallel: input_layouts is {self.input_layouts[0]!r}; with overlap=True it must be "
                     "Shard(-1)"
                 )
             placement = self.output_layouts[0]
@@ -207,6 +215,12 @@ class ExpertParallel(_ModuleParallel):
         for name, parameter in parameters.items():
             setattr(module, name, _sharded(parameter, device_mesh, Shard(0), self.src_data_rank))
         return self._hooked(module, device_mesh)
+
+
+def _check_layer(style: str, module: nn.Module) -> None:
+    """Raises TypeError if the module of a layer's style is a whole block."""
+    if isinstance(module, MLP | GatedMLP | FusedGatedMLP):
+        raise TypeError(f"{style}: module is a {type(module).__name__}; use FeedForwardParallel for a block")
 
 
 def _layers(block: nn.Module) -> list[Layer]:

@@ -12,10 +12,10 @@ from ..layout import broadcast_batch
 OF_WEIGHTS = ("linear", "grouped_linear")
 #: What to do if the transposed second operand fits.
 _TRANSPOSED = {
-    "matmul": "; for a weight (N, K), use gemmery.linear or b.T",
-    "linear": "; for a weight (K, N), use gemmery.matmul or weight.T",
-    "grouped_linear": "; for weights (G, K, N), use weight.mT",
-    "grouped_mm": "; for weights (G, N, K), use mat_b.mT",
+    "matmul": "; for a weight (N, K), give b.T",
+    "linear": "; for a weight (K, N), give weight.T",
+    "grouped_linear": "; for weights (G, K, N), give weight.mT",
+    "grouped_mm": "; for weights (G, N, K), give mat_b.mT",
 }
 
 
