@@ -1,6 +1,6 @@
 """A compiled model that picks gemmery: torch.compile's max-autotune with gemmery among the kernels that it measures.
 
-    pip install gemmery transformers
+    pip install . transformers
     python examples/compiled_model.py    # a small Llama with random weights
     python examples/compiled_model.py --model meta-llama/Llama-3.2-1B --tokens 512
 

@@ -1,6 +1,6 @@
 """A mixture-of-experts model of transformers whose experts gemmery computes: trained, then quantized.
 
-    pip install gemmery transformers
+    pip install . transformers
     python examples/mixture_of_experts.py    # a small Qwen3-MoE with random weights, which learns this file
 
 transformers selects by name what computes a model's experts. `gemmery.nn.register_experts` adds the name "gemmery":

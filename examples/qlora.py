@@ -1,6 +1,6 @@
 """QLoRA: fine-tune adapters on a model whose weights are four-bit numbers, with transformers and peft.
 
-    pip install gemmery transformers peft
+    pip install . transformers peft
     python examples/qlora.py    # a small Llama with random weights, which learns this file
     python examples/qlora.py --model meta-llama/Llama-3.2-1B --text my.txt --out adapter
 

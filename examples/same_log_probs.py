@@ -1,6 +1,6 @@
 """Reinforcement learning on policy: sampling and training compute the same log-probabilities, bit for bit.
 
-    pip install gemmery transformers
+    pip install . transformers
     python examples/same_log_probs.py    # a small Llama with random weights
 
 A policy is sampled token by token, with a cache, in one batch. It is trained on the same tokens, in whole sequences and

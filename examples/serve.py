@@ -1,6 +1,6 @@
 """Quantize a model of transformers, save it, load it again and generate text for a batch of prompts.
 
-    pip install gemmery transformers
+    pip install . transformers
     python examples/serve.py    # a small Llama with random weights
     python examples/serve.py --model meta-llama/Llama-3.2-1B --format int4 --out packed
 

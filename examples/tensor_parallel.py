@@ -1,6 +1,6 @@
 """A transformer's blocks on two GPUs, tensor-parallel: whole activations, a sharded sequence, and int4 weights.
 
-    pip install gemmery
+    pip install .
     torchrun --nproc-per-node 2 examples/tensor_parallel.py
 
 torch's `parallelize_module` shards the layers by a plan: the products of attention's heads and the first product of a
