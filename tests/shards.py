@@ -437,8 +437,9 @@ def styles():
         parallelize_module(nn.Linear(8, 8), mesh, ours.ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate(), overlap=True))  # fmt: skip
     for style in (ours.ColwiseParallel(), ours.RowwiseParallel(overlap=True)):
         name = type(style).__name__
-        assert repr(style).startswith(f"{name}(") and repr(style).endswith(f", overlap={style.overlap})")
-        with pytest.raises(TypeError, match=f"{name}: module is a MLP; use FeedForwardParallel for a block"):
+        assert repr(style).startswith(f"{name}(")
+        assert repr(style).endswith(f", overlap={style.overlap})")
+        with pytest.raises(TypeError, match=f"{name}: MLP is a whole block; use FeedForwardParallel"):
             parallelize_module(gemmery.nn.MLP(8, 16), mesh, style)
     with pytest.raises(TypeError, match="Own; with overlap=True"):
         parallelize_module(Own(8, 8), mesh, ours.RowwiseParallel(output_layouts=Shard(1), overlap=True))

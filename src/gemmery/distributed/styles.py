@@ -220,7 +220,7 @@ class ExpertParallel(_ModuleParallel):
 def _check_layer(style: str, module: nn.Module) -> None:
     """Raises TypeError if the module of a layer's style is a whole block."""
     if isinstance(module, MLP | GatedMLP | FusedGatedMLP):
-        raise TypeError(f"{style}: module is a {type(module).__name__}; use FeedForwardParallel for a block")
+        raise TypeError(f"{style}: {type(module).__name__} is a whole block; use FeedForwardParallel")
 
 
 def _layers(block: nn.Module) -> list[Layer]:
