@@ -27,9 +27,10 @@ EFFICIENCY, EDGE = 0.9345, 18.8
 #: slowly from shared memory: products take 1 + (TURNED / width)^2 times as long.
 TURNED = 32.0
 #: The factor of the products' time if each step's sum is promoted, and if it is also scaled; for 1, 2 and 3
-#: warpgroups: the others multiply while one adds, and tiles of three are narrow. The second is of
-#: `any_width_scales-mixed`.
-PROMOTING, SCALING = (1.57, 1.14, 1.04), (1.55, 1.25, 1.4)
+#: warpgroups, since the others multiply while one adds.
+PROMOTING, SCALING = (1.57, 1.14, 1.04), (1.40, 1.05, 1.09)
+#: The columns whose products take as long as a step with scales waits (`any_width_scales-mixed`).
+SCALED_EDGE = 27.0
 #: For products with a 2:4 sparse weight: their time as a part of that of dense ones, if only Y is read from shared
 #: memory; and seconds at a launch's start for each warpgroup but the first.
 SPARSE, SPARSE_GROUP = 0.41, 0.95e-6
@@ -112,7 +113,7 @@ def _of_matrix(
 ) -> Floats:
     """`Terms.products` of plain matrices."""
     turned = TURNED if p.a.col != 1 and p.b.row != 1 else 0.0
-    seconds: Floats = compute * (1 + EDGE / y) * (1 + (turned / y) ** 2) * _summing(p)[groups - 1]
+    seconds: Floats = compute * (1 + EDGE / y) * (1 + (turned / y) ** 2) * _summing(p, groups, y)
     return seconds
 
 
@@ -134,7 +135,7 @@ def _of_sparse(
 
     Shared memory has as much bandwidth as the products of Y alone take. X is read too, and both are written.
     """
-    seconds: Floats = compute * SPARSE * (1 + SPARSE_Y / y + SPARSE_X / x) * _summing(p)[groups - 1]
+    seconds: Floats = compute * SPARSE * (1 + SPARSE_Y / y + SPARSE_X / x) * _summing(p, groups, y)
     return seconds
 
 
@@ -204,11 +205,16 @@ def _beyond_l2(problem: Problem, given: Given, beyond: float) -> Floats:
     return factor
 
 
-def _summing(problem: Problem) -> Floats:
-    """The factor by which promotion or scaling slows the products, for 1, 2 and 3 warpgroups."""
-    if problem.b.by_steps:
-        return np.asarray(SCALING)
-    return np.asarray(PROMOTING) if promotes(problem) else np.ones(3)
+def _summing(problem: Problem, groups: Floats, y: Floats) -> Floats:
+    """The factor by which promotion or scaling slows the products.
+
+    Args:
+        groups: warpgroups that share a tile.
+        y: columns of the tile.
+    """
+    by_groups = SCALING if problem.b.by_steps else PROMOTING if promotes(problem) else (1.0, 1.0, 1.0)
+    factor: Floats = np.asarray(by_groups)[groups - 1]
+    return factor + SCALED_EDGE / y if problem.b.by_steps else factor
 
 
 def _least_of_step(
