@@ -15,6 +15,7 @@ gemmery chooses untuned. The file is written behind each row.
 
 import argparse
 import gc
+import itertools
 import json
 import random
 import statistics
@@ -43,7 +44,7 @@ from gemmery.lab import random_products, timing  # noqa: E402
 from gemmery.lab.peers import OURS  # noqa: E402
 from gemmery.lab.results import describe_run  # noqa: E402
 from gemmery.product import cache  # noqa: E402
-from gemmery.tuning.stopwatch import Stopwatch  # noqa: E402
+from gemmery.tuning.stopwatch import BURST_MOST, Stopwatch  # noqa: E402
 
 BF16 = torch.bfloat16
 #: The largest ‖out − ref‖ / ‖ref‖ that counts as right, of a sum of rounded sums.
@@ -52,6 +53,8 @@ RIGHT = 6e-3
 BYTES, CALLS, COPIES = 200 * 10**6, 20, 64
 #: Seconds of load and of timing in one figure, and eager calls in one.
 LOAD, TIMED, EAGER = 4e-3, 12e-3, 200
+#: Seconds that the GPUs sleep before a single call, so that the host has queued it when it starts; and the most tries.
+PAUSE, TRIES = 4e-3, 70
 PEERS = [
     f"{product} + {sum}" for product in ("cublas", "gemmery") for sum in ("nccl", "one_shot", "two_shot")
 ]
@@ -294,6 +297,30 @@ def eager_rounds(
             calls[name](i)
         ranks.synchronize()
         return (time.perf_counter() - begun) / count
+
+    return _rounds(figure, list(calls), ranks, rounds, order)
+
+
+def burst_rounds(
+    calls: dict[str, Call], ranks: Ranks, watch: Stopwatch, rounds: int, order: random.Random
+) -> list[timing.Round]:
+    """Seconds of a single call after a pause, with empty caches, on the slowest rank; round by round."""
+    meeting = torch.zeros(1, device=ranks.device)
+
+    def launched(call: Call, i: int) -> tuple[float, float]:
+        """The seconds of a call on the slowest rank, and whether a host queued it too late."""
+        ranks.wait()
+        # All GPUs start together.
+        seconds, is_late = watch.single(partial(call, i), PAUSE, partial(dist.all_reduce, meeting))
+        seconds, any_late = ranks.largest([seconds, is_late])
+        return seconds, any_late
+
+    def figure(name: str) -> float:
+        tried = (launched(calls[name], i) for i in range(TRIES))
+        found = list(itertools.islice((seconds for seconds, is_late in tried if not is_late), BURST_MOST))
+        if len(found) < BURST_MOST:
+            raise RuntimeError(f"{name}: the host does not queue a call within {PAUSE * 1e3:.0f} ms")
+        return statistics.median(found)
 
     return _rounds(figure, list(calls), ranks, rounds, order)
 

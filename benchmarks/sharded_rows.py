@@ -17,7 +17,6 @@ Configs are those that gemmery chooses untuned. The file is written behind each 
 
 import argparse
 import gc
-import itertools
 import json
 import random
 import statistics
@@ -43,9 +42,11 @@ from benchmarks.all_reduce import (  # noqa: E402
     BYTES,
     CALLS,
     EAGER,
+    PAUSE,
     RIGHT,
     TIMED,
     Call,
+    burst_rounds,
     configs,
     copies,
     eager_rounds,
@@ -56,13 +57,10 @@ from benchmarks.sharded_rows_checks import wanted as checks_wanted  # noqa: E402
 from gemmery.lab import timing  # noqa: E402
 from gemmery.lab.peers import OURS  # noqa: E402
 from gemmery.lab.results import describe_run  # noqa: E402
-from gemmery.tuning.stopwatch import FLUSH_BYTES, Stopwatch  # noqa: E402
+from gemmery.tuning.stopwatch import Stopwatch  # noqa: E402
 
 #: Seconds for which a call runs in a graph before it is timed, so that its own power limits the clock.
 STEADY = 60e-3
-#: Seconds that the GPUs sleep before a single call, so that the host has queued it when it starts; calls of a figure,
-#: and the most tries.
-PAUSE, LAUNCHES, TRIES = 4e-3, 7, 70
 #: What computes all of a row, besides gemmery; and parts of it.
 PEERS = ["cublas + nccl", "gemmery + nccl", "async_tp"]
 PARTS = ["cublas alone", "gemmery alone", "nccl alone"]
@@ -227,31 +225,6 @@ def measure(row: Row, ranks: Ranks, watch: Stopwatch | None, args: Any) -> dict[
     return entry
 
 
-def burst_rounds(
-    calls: dict[str, Call], ranks: Ranks, watch: Stopwatch, rounds: int, order: random.Random
-) -> list[timing.Round]:
-    """Seconds of a single call after a pause, with empty caches, on the slowest rank; round by round."""
-    meeting = torch.zeros(1, device=ranks.device)
-
-    def launched(call: Call, i: int) -> tuple[float, float]:
-        """The seconds of a call on the slowest rank, and whether a host queued it too late."""
-        ranks.wait()
-        # All GPUs start together.
-        seconds, is_late = watch.single(partial(call, i), PAUSE, partial(dist.all_reduce, meeting))
-        seconds, any_late = ranks.largest([seconds, is_late])
-        return seconds, any_late
-
-    def figure(name: str) -> float:
-        tried = (launched(calls[name], i) for i in range(TRIES))
-        found = list(itertools.islice((seconds for seconds, is_late in tried if not is_late), LAUNCHES))
-        if len(found) < LAUNCHES:
-            raise RuntimeError(f"{name}: the host does not queue a call within {PAUSE * 1e3:.0f} ms")
-        return statistics.median(found)
-
-    names = list(calls)
-    return [{name: figure(name) for name in order.sample(names, len(names))} for _ in range(rounds)]
-
-
 def chosen_configs(row: Row, own: int) -> list[str]:
     """The configs of products of about as many rows as a rank has; see `gathered.parts_of` and `pieces`."""
     found = configs(lambda p: (p.N, p.K) == (row.N, row.K) and 3 * own < 4 * p.M < 5 * own)
@@ -291,8 +264,8 @@ def benchmark(ranks: Ranks, args: Any) -> None:
     data["protocol"] |= {
         "ranks": ranks.count, "graph": {"bytes": BYTES, "load_s": STEADY, "timed_s": TIMED},
         "eager": {"calls": {str(row.M): eager_calls(row) for row in SUITE}, "before": "as many"},
-        "burst": {"launches": LAUNCHES, "sleep_s": PAUSE, "flush_bytes": FLUSH_BYTES},
     }  # fmt: skip
+    data["protocol"]["burst"]["sleep_s"] = PAUSE
     entries = []
     for row in chosen(args):
         (elapsed,) = ranks.largest([time.monotonic() - begun])
