@@ -72,7 +72,7 @@ serve-docs: $(READY) ## the documentation while it is being written, on localhos
 # --- checks ----------------------------------------------------------------------------------------------------------
 
 .PHONY: test
-test: static test-host test-interpret test-compile ## everything that needs no GPU (about 27 minutes on 2 cores)
+test: static test-host test-interpret test-compile ## everything that needs no GPU (13 to 27 minutes on 2 cores)
 
 .PHONY: test-all
 test-all: SAMPLE :=

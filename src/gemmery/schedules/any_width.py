@@ -22,7 +22,6 @@ from . import any_width_cost
 from .any_width_binding import AnyWidthBinding
 from .any_width_tile import (
     EACH,
-    EACH_SCALED,
     EIGHT,
     KINDS,
     LEAST_PACKED,
@@ -34,6 +33,7 @@ from .any_width_tile import (
     ROWS,
     RULES,
     SCALED,
+    Numbers,
     Tile,
     forms_of,
     numbers_for,
@@ -86,7 +86,7 @@ class AnyWidth(PersistentStatic):
             _operands_suit(p),
             f"matrices; of a packed weight no halves, groups of a power of two from {STRIP} on and scales in the type "
             f"of a; of a sparse weight kept numbers of 16 or 8 bits; of fp8 scales for {BLOCK} of K and {BLOCK} of N, "
-            f"and N a multiple of {EACH_SCALED}",
+            f"and N a multiple of {SCALED.each}",
         )
         if p.ragged:
             yield _groups_suit(p), "groups of 16-bit matrices, with an epilogue of vectors at most"
@@ -197,7 +197,7 @@ class AnyWidth(PersistentStatic):
             return "a row that is added to one row may be the output itself, of which some is stored twice"
         return self._untaken(c, Forms.of(p), numbers)
 
-    def _untaken(self, config: Config, forms: Forms, numbers: dict[int, int] | None = None) -> str | None:
+    def _untaken(self, config: Config, forms: Forms, numbers: Numbers | None = None) -> str | None:
         """The reason why operands with these layouts cannot be cut into a config's tiles; None if they can.
 
         Args:
@@ -306,7 +306,7 @@ def _operands_suit(problem: Problem) -> bool:
     # The kernel's assembly loads fp32.
     scales = all(operand.scale.dtype == torch.float32 for operand in (a, b))
     blocks = b.by_steps and b.step == BLOCK and b.every % BLOCK == 0 and not problem.paired
-    return scales and blocks and problem.N % EACH_SCALED == 0
+    return scales and blocks and problem.N % SCALED.each == 0
 
 
 def _batch_suits(problem: Problem) -> bool:

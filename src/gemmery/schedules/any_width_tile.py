@@ -31,9 +31,6 @@ MOST_STAGES = 12
 #: By the number of warpgroups: numbers of the accumulator that a thread has registers for; and those of a warpgroup
 #: that takes turns.
 ACCUMULATORS, IN_TURNS = {1: 128, 2: 160, 3: 96}, 144
-#: Numbers of the accumulator if a step's sum takes as many registers again, and if there are also scales. The widths
-#: of tiles with scales are multiples of `EACH_SCALED`, since pairs of blocks have a scale.
-PROMOTED, SCALED, EACH_SCALED = {1: 96, 2: 88, 3: 64}, {1: 88, 2: 80, 3: 48}, 16
 #: The widths that share a kernel where X is a packed weight and each warpgroup has 64 rows of it, by the number of
 #: warpgroups. The more widths a kernel has, the more often its products wait for each other, see `waits_for_each`.
 PACKED_WIDTHS = {
@@ -72,13 +69,28 @@ MANY: dict[Form, Form] = {"rows": "many rows", "turned": "many turned"}
 KINDS = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 
 
+class Numbers(NamedTuple):
+    """The accumulators that a kernel has registers for.
+
+    Attributes:
+        by_groups: by the number of warpgroups, numbers of an accumulator that a thread may have.
+        each: widths are multiples of this power of two, too.
+    """
+
+    by_groups: dict[int, int]
+    each: int = 1
+
+
+#: If a step's sum takes as many registers again, and if there are also scales, which 16 columns share.
+PROMOTED, SCALED = Numbers({1: 96, 2: 88, 3: 64}), Numbers({1: 88, 2: 80, 3: 48}, each=16)
+
+
 class Rules(NamedTuple):
     """The tiles that are possible for a kind of X; the defaults are those of a plain matrix.
 
     Attributes:
         name, about: X in messages, if it is not a plain matrix.
-        numbers: by the number of warpgroups, numbers of an accumulator that a thread has registers for; None for
-            `ACCUMULATORS` and `IN_TURNS`.
+        numbers: the accumulators; None for `ACCUMULATORS` and `IN_TURNS`.
         each: widths are multiples of it with one or two warpgroups; None for `Tile.each`.
         own: the most rows of X of a warpgroup.
         shared: by the number of warpgroups, the widths that share a kernel where each of them has 64 rows; others have
@@ -91,7 +103,7 @@ class Rules(NamedTuple):
 
     name: str = ""
     about: str = ""
-    numbers: dict[int, int] | None = None
+    numbers: Numbers | None = None
     each: int | None = None
     own: int = 2 * ROWS
     shared: dict[int, tuple[range, ...]] | None = None
@@ -103,14 +115,18 @@ class Rules(NamedTuple):
 #: The tiles of sparse weights are limited by the bandwidth of shared memory. Large tiles need less of it, so they have
 #: the largest accumulators, and gain most from widths between. Warpgroups that take turns wait too often for products.
 _SPARSE = Rules(
-    "sparse", "a sparse weight", numbers={1: 128, 2: 176, 3: 96}, each=8, takes_turns=False, band=0.5
+    "sparse", "a sparse weight", numbers=Numbers({1: 128, 2: 176, 3: 96}), each=8, takes_turns=False, band=0.5
 )
 #: By `Stage.kind`, and "" for plain matrices.
 RULES = {
     "": Rules(),
     # A step's operands are in registers. A second result compiles, but has not run on a GPU.
     "packed": Rules(
-        "packed", "a packed weight", numbers={1: 128, 2: 144, 3: 96}, shared=PACKED_WIDTHS, has_second=False
+        "packed",
+        "a packed weight",
+        numbers=Numbers({1: 128, 2: 144, 3: 96}),
+        shared=PACKED_WIDTHS,
+        has_second=False,
     ),
     "sparse": _SPARSE,
     # Warpgroups that decode numbers have registers for 64 rows each.
@@ -143,14 +159,14 @@ class Tile(NamedTuple):
         groups = config.num_warps // 4
         return cls(x, y, groups, x if takes_turns or not groups else x // groups)
 
-    def widest(self, numbers: dict[int, int] | None = None) -> int:
+    def widest(self, numbers: Numbers | None = None) -> int:
         """The largest width that a kernel for this X has registers for.
 
         Args:
             numbers: see `numbers_for`.
         """
         if numbers is not None:
-            most = numbers[self.groups]
+            most = numbers.by_groups[self.groups]
         else:
             most = ACCUMULATORS[self.groups] if self.own < self.x or self.groups == 1 else IN_TURNS
         return min(256, most * 128 // self.own)
@@ -160,17 +176,16 @@ class Tile(NamedTuple):
         """Widths are multiples of this. A kernel has code for each width, and more code takes longer to compile."""
         return 8 if self.own == ROWS and self.groups < 3 else 16
 
-    def each_of(self, rules: Rules, numbers: dict[int, int] | None = None) -> int:
+    def each_of(self, rules: Rules, numbers: Numbers | None = None) -> int:
         """`each` with these rules.
 
         Args:
             numbers: see `numbers_for`.
         """
-        if numbers is SCALED:
-            return EACH_SCALED
-        return self.each if rules.each is None or self.groups > 2 else rules.each
+        each = self.each if rules.each is None or self.groups > 2 else rules.each
+        return each if numbers is None else max(each, numbers.each)
 
-    def widths(self, stage: Stage | None, of_y: Form, numbers: dict[int, int] | None) -> tuple[int, ...]:
+    def widths(self, stage: Stage | None, of_y: Form, numbers: Numbers | None) -> tuple[int, ...]:
         """The widths that this tile's kernel has code for; its own is among them.
 
         Args:
@@ -239,8 +254,8 @@ def forms_of(config: Config, forms: Forms) -> tuple[Form, Form]:
     return (b, a) if config.swap else (a, b)
 
 
-def numbers_for(problem: Problem) -> dict[int, int] | None:
-    """By the number of warpgroups, the numbers of an accumulator that a thread may have; None for the usual ones."""
+def numbers_for(problem: Problem) -> Numbers | None:
+    """The accumulators of a problem's kernels; None for the usual ones."""
     if problem.b.by_steps or promotes(problem):
         return SCALED if problem.b.by_steps else PROMOTED
     return rules_of(problem.b.staged).numbers

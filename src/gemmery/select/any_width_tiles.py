@@ -13,7 +13,7 @@ from ..kernels.any_width_packed import STEP, StageFormat
 from ..kernels.any_width_sparse import SparseStage
 from ..kernels.any_width_stage import Stage
 from ..schedules.any_width import COOPERATIVE, PINGPONG
-from ..schedules.any_width_tile import PART, PROMOTED, ROW, ROWS, SCALED, Tile, rules_of
+from ..schedules.any_width_tile import PART, PROMOTED, ROW, ROWS, SCALED, Numbers, Tile, rules_of
 
 #: Rows of X, warpgroups, and rows of X of each.
 Sizes = tuple[tuple[int, int, int], ...]
@@ -26,8 +26,6 @@ TURNS = ((128, 2, 128),)
 NARROW = (16, 32)
 #: Fewer stages do not keep the tensor cores busy.
 LEAST_STAGES = 3
-#: See `schedules.any_width_tile.numbers_for`.
-Numbers = dict[int, int] | None
 
 
 class Offer(NamedTuple):
@@ -50,7 +48,7 @@ class Offer(NamedTuple):
     narrow: Sizes = ()
     each: int | None = None
     alone: int = 256
-    numbers: Numbers = None
+    numbers: Numbers | None = None
 
 
 #: Each warpgroup has 64 rows.
@@ -77,7 +75,7 @@ SPARSE_FP8 = Offer((SparseStage(fp8=True),), ROW, _SMALL, narrow=SHARED_TILES[:1
 SPARSE_FP8_ACCURATE = SPARSE_FP8._replace(numbers=PROMOTED)
 
 
-def _rows(sizes: Sizes, step: int, numbers: Numbers, offer: Offer | None = None) -> list[str]:
+def _rows(sizes: Sizes, step: int, numbers: Numbers | None, offer: Offer | None = None) -> list[str]:
     """The rows of tiles of these sizes, with as many stages as fit.
 
     Args:
@@ -98,7 +96,7 @@ def _rows(sizes: Sizes, step: int, numbers: Numbers, offer: Offer | None = None)
     return lines
 
 
-def _widths(tile: Tile, numbers: Numbers, offer: Offer | None) -> range:
+def _widths(tile: Tile, numbers: Numbers | None, offer: Offer | None) -> range:
     """The widths of tiles with this many rows of X."""
     if offer is None:
         return range(PART, tile.widest(numbers) + 1, tile.each_of(rules_of(None), numbers))
@@ -106,7 +104,7 @@ def _widths(tile: Tile, numbers: Numbers, offer: Offer | None) -> range:
     return range(PART, widest + 1, offer.each or tile.each_of(rules_of(offer.stages[0])))
 
 
-def rows(item: int, numbers: Numbers = None) -> dict[tuple[str, str], str]:
+def rows(item: int, numbers: Numbers | None = None) -> dict[tuple[str, str], str]:
     """The rows of both schedules.
 
     Args:
