@@ -215,7 +215,9 @@ class Program:
             made = a.astype(wide) * b.astype(wide)
             if more is not None:
                 made = made + self._value(more, f"{words[-1][0]}{8 * size}").astype(wide)
-        assert words[1] in ("lo", "wide"), code
+        assert words[1] in ("lo", "wide") or words[1:] == ["hi", "u32"], code
+        if words[1] == "hi":
+            made = made >> np.uint64(32)
         self._set(operands[0], made.astype(f"{a.dtype.kind}{size}"), active)
 
     def _mad(self, code, operands, active):

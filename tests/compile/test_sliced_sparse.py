@@ -66,7 +66,7 @@ def test_no_number_spills(target, text, cut):
     assert not re.findall(r"\b(?:STL|LDL)\b.*", loop)
     assert took.shared <= device_of(target).target.shared
     assert "HMMA.SP.16832" in sass
-    assert len(re.findall(r"LDG\.E\.EF\.128", sass)) == 16
+    assert len(re.findall(r"LDG\.E\.EF\.128", sass)) == 16 * binding.config.num_stages
     assert not re.findall(r"LDG\.E\.U16", sass)
 
 

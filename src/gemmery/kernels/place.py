@@ -58,6 +58,27 @@ def split_tile(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 
 
 @triton.jit
+def counted_part(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, band_m):
+    """Part `unit // tiles` of tile `unit % tiles`, in plain row-major order and without divisions.
+
+    A product without a batch, in which a tile that is not cut has one part. `state` is (tiles, part_k, tiles along N,
+    divisors), and the divisors are those of both numbers of tiles.
+    """
+    tiles, part_k, tiles_n, divisors = state
+    part, tile = part_of(unit, tiles, divisors[0])
+    tile_m = quotient(tile, divisors[1])
+    first_k = part * part_k
+    return (
+        0,
+        tile_m * BLOCK_M,
+        (tile - tile_m * tiles_n) * BLOCK_N,
+        shape[0],
+        first_k,
+        min(first_k + part_k, shape[2]),
+    )
+
+
+@triton.jit
 def inner_tile(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, band_m):
     """Tile number `unit` of the tiles that have all of their columns; `tail_tile` places the other columns."""
     M, N, K = shape

@@ -106,10 +106,30 @@ def add_partials(acc, first, parts, partials, SIZE: gl.constexpr, col, COLS: gl.
             other = 2 * first + 1 - gl.program_id(0)
             acc += gl.load(places + gl.cast(other, gl.int64) * SIZE, cache_modifier=".cg")
         else:
-            acc = gl.zeros(acc.shape, gl.float32, LAYOUT)
-            for each in range(first, first + parts):
-                acc += gl.load(places + gl.cast(each, gl.int64) * SIZE, cache_modifier=".cg")
+            acc = sum_of_partials(places + gl.cast(first, gl.int64) * SIZE, parts, SIZE)
         return acc
+
+
+@gluon.jit
+def sum_of_partials(places, parts, size):
+    """The sum of a tile's parts, in order.
+
+    Args:
+        places: pointers to the elements of the first part, a block.
+        size: elements from a part to the next one.
+    """
+    # Small blocks leave registers for several loads in flight.
+    AT_ONCE: gl.constexpr = 4 if places.numel <= 2048 else 1
+    acc = gl.zeros(places.shape, gl.float32, places.type.layout)
+    for part in range(0, parts, AT_ONCE):
+        loaded = ()
+        for i in gl.static_range(AT_ONCE):
+            there = gl.full(places.shape, part + i, gl.int32, places.type.layout) < parts
+            at = places + gl.cast(part + i, gl.int64) * size
+            loaded += (gl.load(at, mask=there, other=0.0, cache_modifier=".cg"),)  # type: ignore[assignment]
+        for i in gl.static_range(AT_ONCE):
+            acc += loaded[i]
+    return acc
 
 
 @gluon.jit

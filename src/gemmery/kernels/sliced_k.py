@@ -19,7 +19,8 @@ from triton.experimental.gluon.language._core import builtin
 from . import any_width_packed, sliced_k_loop
 from .any_width_packed import StageFormat
 from .dialect import value_of
-from .rings import last_to_arrive
+from .order import part_of, quotient
+from .rings import last_to_arrive, sum_of_partials
 from .sliced_k_loop import Shape, assembly
 
 #: Rows of a strip; bytes of a row of a partial sum.
@@ -76,9 +77,17 @@ def partial_sums(at, count, STRIDE, _semantic=None):
         STRIDE: bytes from one to the next.
     """
     return gl.inline_asm_elementwise(
-        "{ .reg .pred more; .reg .b32 at, left; .reg .f32 each; mov.b32 at, global_smem; add.s32 at, at, $1;"
-        "mov.b32 left, $2; mov.f32 $0, 0f00000000;\nNEXT: ld.shared.f32 each, [at]; add.f32 $0, $0, each;"
-        f"add.s32 at, at, {value_of(STRIDE)}; sub.s32 left, left, 1; setp.gt.s32 more, left, 0; @more bra NEXT; }}",
+        "{ .reg .pred more; .reg .b32 at, left; .reg .f32 each<4>; mov.b32 at, global_smem; add.s32 at, at, $1;"
+        "mov.b32 left, $2; mov.f32 $0, 0f00000000;\nNEXT:"
+        # Four loads are on their way at a time.
+        + "".join(
+            f"setp.gt.s32 more, left, {i}; mov.f32 each{i}, 0f00000000;"
+            f"@more ld.shared.f32 each{i}, [at + {i * value_of(STRIDE)}];"
+            for i in range(4)
+        )
+        + "".join(f"add.f32 $0, $0, each{i};" for i in range(4))
+        + f"add.s32 at, at, {4 * value_of(STRIDE)}; sub.s32 left, left, 4; setp.gt.s32 more, left, 0;"
+        "@more bra NEXT; }",
         "=&f,r,r", [at, count], dtype=gl.float32, is_pure=False, pack=1, _semantic=_semantic,
     )  # fmt: skip
 
@@ -93,7 +102,7 @@ def same_program(_semantic=None):
 
 @gluon.jit
 def sums_of(
-    first, strips, bundles, BUNDLE: gl.constexpr, WARPS: gl.constexpr, SPANS: gl.constexpr,
+    first, strips, bundles_divisor, BUNDLE: gl.constexpr, WARPS: gl.constexpr, SPANS: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """The sums of some strips, as a block of `COLUMNS` rows of the output by 16 of its columns for each strip.
@@ -104,17 +113,18 @@ def sums_of(
     Args:
         first: the first of these strips; after the program's last strip, that strip is repeated.
         strips: the program's.
-        bundles, SPANS: see `multiply_strips`.
+        bundles_divisor: the divisor of the number of bundles, see `order.quotient`.
+        SPANS: see `multiply_strips`.
     """
     rows = gl.arange(0, COLUMNS, gl.SliceLayout(1, LAYOUT))[:, None]
     cols = gl.arange(0, TOGETHER * STRIP, gl.SliceLayout(0, LAYOUT))[None, :]
     strip = gl.minimum(first + cols // STRIP, strips - 1)
     bundle = strip // BUNDLE
     # Warp w has parts of bundles from w * bundles // WARPS on to (w + 1) * bundles // WARPS.
-    low = bundle * WARPS // bundles
-    high = gl.cdiv((bundle + 1) * WARPS, bundles) - 1
-    if SPANS:
-        low = gl.maximum(gl.cdiv(bundle * WARPS, bundles) - 1, 0)
+    before = bundle * WARPS
+    high = quotient(before + WARPS - 1, bundles_divisor)
+    # With `SPANS`, the warp before may have a part as well.
+    low = quotient(gl.maximum(before - 1, 0) if SPANS else before, bundles_divisor)
     SIZE: gl.constexpr = SUM_ROW * COLUMNS
     at = ((low + bundle) * BUNDLE + strip % BUNDLE) * SIZE + cols % STRIP * 4 + rows * SUM_ROW
     return partial_sums(at, high - low + 1 + rows * 0, SIZE * BUNDLE)
@@ -140,52 +150,49 @@ def corner(unit, state, shape, strips, PLACE: gl.constexpr):
 
 @gluon.jit
 def finish(
-    out, strides, args, workspace, unit, tiles, shape, place, BUNDLE: gl.constexpr, WARPS: gl.constexpr,
+    out, strides, args, workspace, unit, counts, shape, place, BUNDLE: gl.constexpr, WARPS: gl.constexpr,
     SPANS: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr,
 ):  # fmt: skip
     """Adds up the partial sums of a program's warps, then those of a tile's parts, in the part that is done last.
 
     Args:
-        tiles: how many there are.
+        counts: (tiles, their parts, divisors of the numbers of tiles and of bundles).
         shape: (rows of the output, end of the program's columns).
         place: (row, column, the program's strips, strips of a full tile).
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [WARPS, 1], [1, 0])
     WIDTH: gl.constexpr = TOGETHER * STRIP
     row, col, own, strips = place
-    bundles = gl.cdiv(strips, BUNDLE)
+    tiles, parts, tiles_divisor, bundles_divisor = counts
     if workspace is not None:
         partials, semaphores = workspace
-        tile = unit % tiles
-        parts = gl.num_programs(0) // tiles
+        part, tile = part_of(unit, tiles, tiles_divisor)
         rows = gl.arange(0, COLUMNS, gl.SliceLayout(1, LAYOUT))[:, None]
         cols = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))[None, :]
         size = COLUMNS * gl.cdiv(strips, TOGETHER) * WIDTH
         places = partials + gl.cast(tile * parts, gl.int64) * size + rows * WIDTH + cols
         for first in range(0, own, TOGETHER):
-            acc = sums_of(first, own, bundles, BUNDLE, WARPS, SPANS, LAYOUT)
-            gl.store(places + gl.cast(unit // tiles, gl.int64) * size + first * (COLUMNS * STRIP), acc)
+            acc = sums_of(first, own, bundles_divisor, BUNDLE, WARPS, SPANS, LAYOUT)
+            gl.store(places + gl.cast(part, gl.int64) * size + first * (COLUMNS * STRIP), acc)
         if last_to_arrive(semaphores + tile, parts - 1):
             for first in range(0, own, TOGETHER):
-                acc = gl.zeros([COLUMNS, WIDTH], gl.float32, LAYOUT)
-                for part in range(parts):
-                    at = places + gl.cast(part, gl.int64) * size + first * (COLUMNS * STRIP)
-                    acc += gl.load(at, cache_modifier=".cg")
+                acc = sum_of_partials(places + first * (COLUMNS * STRIP), parts, size)
                 store_block(acc, out, strides, args, shape, row, col + first * STRIP, EPILOGUE, CAST)
     else:
         for first in range(0, own, TOGETHER):
-            acc = sums_of(first, own, bundles, BUNDLE, WARPS, SPANS, LAYOUT)
+            acc = sums_of(first, own, bundles_divisor, BUNDLE, WARPS, SPANS, LAYOUT)
             store_block(acc, out, strides, args, shape, row, col + first * STRIP, EPILOGUE, CAST)
 
 
 @gluon.jit(
     do_not_specialize=[
-        "M", "N", "K", "tiles", "part_k", "x_stride", "out_row", "strips", "chunk", "buffers", "groups",
+        "M", "N", "K", "tiles", "parts", "part_k", "tiles_n", "tiles_divisor", "row_divisor", "bundles_divisor",
+        "x_stride", "out_row", "strips", "chunk", "buffers", "groups",
     ]
 )  # fmt: skip
 def gemm_sliced_k(
-    x, words, scales, shifts, out, M, N, K, tiles, part_k, x_stride, out_row, out_col, strips, chunk, buffers, groups,
-    strip_bytes, args, workspace,
+    x, words, scales, shifts, out, M, N, K, tiles, parts, part_k, tiles_n, tiles_divisor, row_divisor, bundles_divisor,
+    x_stride, out_row, out_col, strips, chunk, buffers, groups, strip_bytes, args, workspace,
     PLACE: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr, KIND: gl.constexpr, FORMAT: gl.constexpr,
     BUNDLE: gl.constexpr, SPANS: gl.constexpr, SLOTS: gl.constexpr, X_BYTES: gl.constexpr, BYTES: gl.constexpr,
     WARPS: gl.constexpr, SOURCE: gl.constexpr,
@@ -196,13 +203,15 @@ def gemm_sliced_k(
         x: pointer to rows of activations, whose elements are adjacent.
         words, scales, shifts: pointers to those of a packed weight; None for those that it lacks.
         tiles: along both M and N.
-        part_k: K in a part of a tile; ignored where none is cut.
+        parts, part_k: of each tile along K, and K in a part.
+        tiles_n, tiles_divisor, row_divisor: see `place.counted_part`.
+        bundles_divisor: see `sums_of`.
         x_stride, out_row, out_col: strides of the activations' rows, and of the output.
         strips: of a tile.
         chunk, buffers, groups, strip_bytes: see `multiply_strips`.
         workspace: (partials, semaphores): memory for an fp32 tile a part, and zeros, one for each tile, which are zeros
             again afterwards. None if no tile is cut.
-        PLACE: `place.single_tile`, or `place.split_tile` with a workspace.
+        PLACE: `place.counted_part`.
         FORMAT, KIND, BUNDLE, SPANS, SLOTS, X_BYTES: see `multiply_strips`.
         BYTES: of shared memory, in all; whole KiB.
         WARPS: `num_warps`.
@@ -210,7 +219,7 @@ def gemm_sliced_k(
     """
     # Nothing else is as large, so shared memory begins with it.
     memory = gl.allocate_shared_memory(gl.int32, [BYTES // 1024, 256], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    sizes, state = (M, N, K), (tiles, part_k)
+    sizes, state = (M, N, K), (tiles, part_k, tiles_n, (tiles_divisor, row_divisor))
     row, col, own, first_k, last_k = corner(gl.program_id(0), state, sizes, strips, PLACE)
     bundles = gl.cdiv(strips, BUNDLE)
     nothing = gl.cast(0, gl.int64)
@@ -233,7 +242,7 @@ def gemm_sliced_k(
         args,
         workspace,
         unit,
-        tiles,
+        (tiles, parts, tiles_divisor, bundles_divisor),
         shape,
         place,
         BUNDLE,

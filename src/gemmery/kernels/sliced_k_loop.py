@@ -370,7 +370,7 @@ def _begin(s: Shape) -> str:
         + "".join(
             f"@there mbarrier.init.shared::cta.b64 [barriers + {8 * i}], 1;" for i in range(MOST_CHUNKS)
         )
-        + "fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta; bar.warp.sync 0xffffffff;"
+        + "fence.mbarrier_init.release.cluster; bar.warp.sync 0xffffffff;"
         # The address of a strip's first word, for a thread that copies the words.
         "add.s32 size, strip, lane; cvt.s64.s32 from, size; mad.lo.s64 own_words, from, strip_bytes, words;"
         f"{_own_params(s)} shr.u32 own_param, lane, 2; shl.b32 own_param, own_param, 1;"

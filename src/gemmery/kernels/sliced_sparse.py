@@ -12,7 +12,8 @@ For GPUs whose tensor cores have `mma.sp`, in Gluon, since each lane has to have
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .rings import applied, barrier, combine
+from .order import part_of
+from .rings import applied, barrier, last_to_arrive, offsets, sum_of_partials
 from .sparse_fragments import (
     BLOCK,
     DEPTH,
@@ -121,6 +122,17 @@ def load_activations(x, k, K, rows, x_row, LAYOUT: gl.constexpr, SHAPE: gl.const
 
 
 @gluon.jit
+def load_steps(
+    x, first, K, rows, x_row, LAYOUT: gl.constexpr, SHAPE: gl.constexpr, COUNT: gl.constexpr
+):  # fmt: skip
+    """The activations of `COUNT` steps from `first` on; see `load_activations`."""
+    loaded = ()
+    for i in gl.static_range(COUNT):
+        loaded += (load_activations(x, (first + i) * SHAPE[1], K, rows, x_row, LAYOUT, SHAPE),)  # type: ignore[assignment]
+    return loaded
+
+
+@gluon.jit
 def ordered(words, K_WARPS: gl.constexpr):
     """A step's activations, those of one instruction after those of the other; see `sparse_fragments`."""
     ROWS: gl.constexpr = words.shape[0]
@@ -195,6 +207,7 @@ def sums_of(acc):
 def multiply(
     x, words, metadata, first, last, end, rows, K, col, sizes,
     KIND: gl.constexpr, ROWS: gl.constexpr, K_WARPS: gl.constexpr, N_WARPS: gl.constexpr, PAIRED: gl.constexpr,
+    AHEAD: gl.constexpr,
 ):  # fmt: skip
     """The sums of a program's tile, over steps from `first` on to `last`; see `sums_of`.
 
@@ -205,6 +218,7 @@ def multiply(
         rows, K: of activations.
         col: the program's first column of the product.
         sizes: (from one row of activations to the next, times 32 rows, and times 32 columns, of the weight).
+        AHEAD: how many steps are loaded at a time.
     """
     x_row, blocks, steps = sizes
     TILES: gl.constexpr = ROWS // 8
@@ -224,21 +238,44 @@ def multiply(
     # A row of an instruction has 64 bytes for each warp along K. Swizzled, `ldmatrix` has no conflicts.
     PHASE: gl.constexpr = 2 if K_WARPS == 1 else 1
     SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(4, PHASE, 8 // PHASE, [1, 0])
-    staged = gl.allocate_shared_memory(gl.int32, [INSTRUCTIONS * ROWS, K_WARPS * WORDS], SWIZZLED)
+    staged = gl.allocate_shared_memory(gl.int32, [AHEAD, INSTRUCTIONS * ROWS, K_WARPS * WORDS], SWIZZLED)
     zeros = gl.zeros([K_WARPS, N_WARPS, 32, TILES, 4], gl.float32, LAYOUT)
     acc = (zeros, zeros)
-    weight = load_weight(given, first * STEP, end)
-    ahead = load_activations(x, first * STEP, K, rows, x_row, X_LAYOUT, [ROWS, STEP])
-    for step in range(first, last):
+    ahead = load_steps(x, first, K, rows, x_row, X_LAYOUT, [ROWS, STEP], AHEAD)
+    weight = ()
+    for i in gl.static_range(AHEAD):
+        weight += (load_weight(given, (first + i) * STEP, end),)  # type: ignore[assignment]
+    for step in range(first, last, AHEAD):
         # All warps have read what is there.
         barrier()
-        staged.store(ordered(ahead, K_WARPS))
+        for i in gl.static_range(AHEAD):
+            staged.index(i).store(ordered(ahead[i], K_WARPS))
         barrier()
-        now = weight
-        weight = load_weight(given, (step + 1) * STEP, end)
-        ahead = load_activations(x, (step + 1) * STEP, K, rows, x_row, X_LAYOUT, [ROWS, STEP])
-        acc = multiply_step(acc, now, staged, KIND)
+        ahead = load_steps(x, step + AHEAD, K, rows, x_row, X_LAYOUT, [ROWS, STEP], AHEAD)
+        following = ()
+        for i in gl.static_range(AHEAD):
+            acc = multiply_step(acc, weight[i], staged.index(i), KIND)
+            following += (load_weight(given, (step + AHEAD + i) * STEP, end),)  # type: ignore[assignment]
+        weight = following
     return sums_of(acc)
+
+
+@gluon.jit
+def met(acc, unit, tiles, parts, tiles_divisor, workspace):
+    """Stores a tile's part. The program that is the last to do so adds up all of them, in order; none waits.
+
+    Returns:
+        The sum, and whether this is the program that has it.
+    """
+    partials, semaphores = workspace
+    SIZE: gl.constexpr = acc.shape[0] * acc.shape[1]
+    places = partials + offsets(acc, 0, acc.shape[1])
+    gl.store(places + gl.cast(unit, gl.int64) * SIZE, acc)
+    _, tile = part_of(unit, tiles, tiles_divisor)
+    done = last_to_arrive(semaphores + tile, parts - 1)
+    if done:
+        acc = sum_of_partials(places + gl.cast(tile, gl.int64) * SIZE, parts, tiles * SIZE)
+    return acc, done
 
 
 @gluon.jit
@@ -256,11 +293,14 @@ def store_tile(
     gl.store(places, CAST(value, out.dtype.element_ty), mask=(rows < shape[0]) & (cols < shape[1] // EACH))
 
 
-@gluon.jit(do_not_specialize=["M", "tiles", "part_k", "blocks", "steps"])
+@gluon.jit(
+    do_not_specialize=["M", "tiles", "parts", "part_k", "tiles_n", "tiles_divisor", "row_divisor", "blocks", "steps"]
+)  # fmt: skip
 def gemm_sliced_sparse(
-    x, values, metadata, out, M, N, K, tiles, part_k, x_row, out_row, out_col, blocks, steps, args, workspace,
+    x, values, metadata, out, M, N, K, tiles, parts, part_k, tiles_n, tiles_divisor, row_divisor, x_row, out_row,
+    out_col, blocks, steps, args, workspace,
     PLACE: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr, KIND: gl.constexpr, ROWS: gl.constexpr,
-    K_WARPS: gl.constexpr, N_WARPS: gl.constexpr, PAIRED: gl.constexpr,
+    K_WARPS: gl.constexpr, N_WARPS: gl.constexpr, PAIRED: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """A program for each tile, or for each part of one that is cut along K.
 
@@ -268,37 +308,33 @@ def gemm_sliced_sparse(
         x: pointer to rows of activations, whose elements are adjacent.
         values, metadata: pointers to those of the weight.
         tiles: along both M and N.
-        part_k: K in a part of a tile; ignored where none is cut.
+        parts, part_k: of each tile along K, and K in a part.
+        tiles_n, tiles_divisor, row_divisor: see `place.counted_part`.
         x_row, out_row, out_col: strides of the activations' rows, and of the output.
         blocks, steps: times 32 rows, and times 32 columns, that the weight has in memory.
         workspace: see `kernels.gemm`; None if no tile is cut.
-        PLACE: `place.single_tile`, or `place.split_tile` with a workspace.
+        PLACE: `place.counted_part`.
         KIND: the type of the numbers, as PTX names it.
         ROWS: of a tile.
         K_WARPS, N_WARPS: how many warps share K, and N.
         PAIRED: see `block_of`.
+        AHEAD: see `multiply`.
     """
     STEP: gl.constexpr = K_WARPS * DEPTH
-    program = gl.program_id(0)
-    unit = program
-    parts = gl.num_programs(0) // tiles
-    if workspace is not None:
-        # Parts of a tile have programs that follow each other, for `combine`.
-        unit = program % parts * tiles + program // parts
+    unit = gl.program_id(0)
     shape = (M, N, K)
-    _, row, col, _, first_k, last_k = PLACE(unit, (tiles, part_k), shape, ROWS, N_WARPS * BLOCK, 1)
+    state = (tiles, part_k, tiles_n, (tiles_divisor, row_divisor))
+    _, row, col, _, first_k, last_k = PLACE(unit, state, shape, ROWS, N_WARPS * BLOCK, 1)
     kept = gl.cast(values, gl.pointer_type(gl.int32), bitcast=True)
     acc = multiply(
         x + gl.cast(row, gl.int64) * x_row, kept, metadata, first_k // STEP, gl.cdiv(last_k, STEP), last_k, M - row, K,
-        col, (x_row, blocks, steps), KIND, ROWS, K_WARPS, N_WARPS, PAIRED,
+        col, (x_row, blocks, steps), KIND, ROWS, K_WARPS, N_WARPS, PAIRED, AHEAD,
     )  # fmt: skip
     # Its columns from 32 on are in other registers, so that halves of them are.
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2], [2, 16], [K_WARPS * N_WARPS, 1], [1, 0])
     acc = gl.convert_layout(acc, LAYOUT)
     done = True
     if workspace is not None:
-        partials, semaphores = workspace
-        tile = program // parts
-        acc, done = combine(acc, tile, parts, partials, semaphores + tile, 0, 1)
+        acc, done = met(acc, unit, tiles, parts, tiles_divisor, workspace)
     if done:
         store_tile(acc, out, (out_row, out_col), args, shape, row, col, EPILOGUE, CAST, PAIRED)

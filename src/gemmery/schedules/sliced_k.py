@@ -33,8 +33,8 @@ from .binding import (
 )  # fmt: skip
 from .cost import Costs, Floats, Given, Stream
 from .tile import Tile
-from .walk import Ints
-from .waves import Split
+from .walk import Ints, divisor
+from .waves import Split, counts_of, uncounted
 
 if TYPE_CHECKING:
     from ..problem import Config, Problem
@@ -58,9 +58,9 @@ MOST_K, MOST_N = 1 << 26, 1 << 26
 STRIP_TIME, WAIT, X_BANDWIDTH = 17.0e-9, 0.108e-6, 54e9
 #: Seconds around a launch, those of each wave of programs after the first, and the additional seconds of a launch with
 #: 16 warps.
-START, WAVE, MANY_WARPS = 5.44e-6, 3.3e-6, 1.06e-6
+START, WAVE, MANY_WARPS = 5.05e-6, 3.3e-6, 0.2e-6
 #: Seconds that parts of a tile take to meet, and for each strip of each part.
-REDUCTION, REDUCTION_STRIP = 0.812e-6, 0.025e-6
+REDUCTION, REDUCTION_STRIP = 0.712e-6, 0.025e-6
 #: The stream of words from memory.
 MEMORY = Stream(long=0.665, short=1.383, ramp=4.36e-6)
 
@@ -143,7 +143,7 @@ class SlicedK(Tile):
                 f"{c.num_warps} warps take no block_n of {c.block_n} with {c.num_stages} stages: there is a bundle of "
                 f"strips for each warp at most, and shared memory for {SHARED} bytes"
             )
-        return None
+        return uncounted(p, c)
 
     def bind(self, problem: Problem, config: Config) -> Binding:
         return SlicedKBinding(problem, config)
@@ -234,7 +234,7 @@ class SlicedKBinding(Binding):
         shape = _shape(c, self.format, KINDS[p.a.dtype])
         self.bundles = c.block_n // STRIP // shape.bundle
         self.constants = {
-            "PLACE": dialect.in_gluon(place.single_tile if self.split is None else place.split_tile),
+            "PLACE": dialect.in_gluon(place.counted_part),
             "EPILOGUE": dialect.in_gluon(epilogue_of(p)),
             "CAST": dialect.in_gluon(cast),
             "KIND": KINDS[p.a.dtype],
@@ -261,12 +261,11 @@ class SlicedKBinding(Binding):
         a, b, out, _ = given
         assert isinstance(self.b, PackedAccess)
         workspace = None if self.split is None else self.workspace(out.device)
-        part_k = 0 if self.split is None else self.split.length
         words, *params = [*b, None, None][:3]
         assert self.format is not None
         return [
-            a[0], words, *params, out, p.M, p.N, p.K, self.tiles, part_k, p.a.row, p.out.row, p.out.col,
-            c.block_n // STRIP, *self.chunks, self.b.groups, self.b.lines * LINE_BYTES,
+            a[0], words, *params, out, p.M, p.N, p.K, *counts_of(p, c), divisor(self.bundles), p.a.row,
+            p.out.row, p.out.col, c.block_n // STRIP, *self.chunks, self.b.groups, self.b.lines * LINE_BYTES,
             epilogue_arguments(p, 0, given, numbers), workspace,
         ]  # fmt: skip
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,14 +18,13 @@ from ..operands.sparse import Sparse, SparseAccess
 from .any_width_tile import KINDS
 from .base import Forms
 from .binding import Binding, epilogue_arguments, epilogue_of, needs_only_its_block, sorted_tensors
-from .cost import Floats
+from .cost import Costs, Floats, Given, Stream
 from .tile import Tile
-from .waves import Split
+from .waves import Split, counts_of, uncounted
 
 if TYPE_CHECKING:
     from ..problem import Config, Problem
     from ..select.space import Space
-    from .walk import Walk
 
 #: Rows of a weight that a warp has, and numbers along K of its step.
 BLOCK, DEPTH = 32, 128
@@ -35,8 +33,23 @@ ROWS, WARPS = (8, 16, 32, 64), (1, 2, 4, 8, 16)
 #: An upper limit of the stored numbers of a weight, since places in it are counted in 32 bits; and of rows and
 #: columns.
 MOST, MOST_SIZE = 1 << 33, 1 << 30
-#: Registers of a thread besides its accumulators; of a multiprocessor.
-OTHER_REGISTERS, REGISTERS = 136, 65536
+#: Steps that a warp loads at a time, at most; see `kernels.sliced_sparse`.
+AHEAD = 4
+#: Registers of a thread, at most; of a multiprocessor.
+MOST_REGISTERS, REGISTERS = 255, 65536
+#: By architecture: the rows of activations up to which it is considered, where other kernels are faster for more.
+FEW = {"sm_90": 8}
+
+#: Seconds around a launch, the additional ones with more than two steps at a time, and those of each wave of programs
+#: after the first.
+START, DEEP, WAVE = 3.93e-6, 0.535e-6, 1.43e-6
+#: Seconds of a multiprocessor for a warp's step with 8 rows, and those until the steps that were loaded at a time are
+#: done.
+STEP_TIME, WAIT = 0.0384e-6, 0.695e-6
+#: Seconds that parts of a tile take to meet.
+REDUCTION = 1.155e-6
+#: The stream of the weight from memory.
+MEMORY = Stream(long=0.956, short=1.257, ramp=4.38e-6)
 
 
 class SlicedSparse(Tile):
@@ -53,11 +66,11 @@ class SlicedSparse(Tile):
     archs = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_120")
     # Those whose Gluon has the names that the kernel is written in.
     versions = ("3.6", "3.7", "3.8", "3.9")
-    reason = "for 2:4 sparse weights and up to 64 rows, where a config says so"
+    reason = "chosen for 2:4 sparse weights and few rows on Hopper, where it is predicted to be the fastest"
     instruction = "mma.sp::ordered_metadata"
     splits = (2, 4, 8)
-    # An H100 is faster with wgmma.sp; other GPUs have not timed it (docs/sparse.md).
-    chosen_on = ()
+    # Other GPUs have not timed it (docs/sparse.md).
+    chosen_on = ("sm_90",)
 
     def needs(self, problem: Problem) -> Iterator[tuple[bool, str]]:
         p = problem
@@ -78,7 +91,8 @@ class SlicedSparse(Tile):
         yield needs_only_its_block(p), "an epilogue that reduces no rows"
 
     def considers(self, problem: Problem, rows: Floats) -> np.ndarray:
-        return (np.asarray(rows) <= max(ROWS)) & (not problem.batch_invariant)
+        most = FEW.get(problem.device.target.name, max(ROWS))
+        return (np.asarray(rows) <= most) & (not problem.batch_invariant)
 
     def takes(self, config: Config, forms: Forms) -> bool:
         is_sparse = forms.packed == SparseStage(paired=forms.paired)
@@ -86,8 +100,10 @@ class SlicedSparse(Tile):
 
     def check_sizes(self, config: Config) -> None:
         c = config
-        if c.loader != "pointer" or not c.swap or c.num_stages != 2:
-            raise ValueError(f"Config: the {self.name} schedule needs swap, the pointer loader and 2 stages")
+        if c.loader != "pointer" or not c.swap or c.num_stages > AHEAD:
+            raise ValueError(
+                f"Config: the {self.name} schedule needs swap, the pointer loader and at most {AHEAD} stages"
+            )
         if c.block_m not in ROWS:
             raise ValueError(f"Config: block_m is {c.block_m}; the {self.name} schedule takes one of {ROWS}")
         shared = c.block_n // BLOCK * (c.block_k // DEPTH)
@@ -111,27 +127,48 @@ class SlicedSparse(Tile):
             )
         if p.paired and p.N % (2 * BLOCK):
             return f"the weight's halves have {p.N // 2} rows each; they need a multiple of {BLOCK}"
-        units = -(-p.M // c.block_m) * -(-p.N // c.block_n) * c.split_k
-        return f"{p} takes {units} programs; at most 2^31 - 1 fit into a launch" if units >= 1 << 31 else None
+        return uncounted(p, c)
 
     def bind(self, problem: Problem, config: Config) -> Binding:
         return SlicedSparseBinding(problem, config)
 
-    def walk(self, problem: Problem, config: Config) -> Walk:
-        """Parts of a tile have programs that follow each other."""
-        found, split = super().walk(problem, config), Split.of(problem, config)
-        parts = 1 if split is None else split.parts
-        part, tile = np.divmod(found.program, max(len(found) // parts, 1))
-        return replace(found, program=tile * parts + part)
-
     def resident(self, problem: Problem, columns: Space | Config, stage: Any) -> Any:
         """See `Tile.resident`. Blocks of the weight are in registers."""
         s = columns
-        shared = np.maximum(s.block_m * s.block_k * 2, s.block_m * s.block_n * 4) + 1024
-        # A thread has a row's sums of each of a warp's 32 columns.
-        registers = s.num_warps * 32 * (s.block_m + OTHER_REGISTERS)
-        fit = np.minimum(problem.device.target.shared / shared, REGISTERS / registers)
+        shared = np.maximum(s.num_stages * s.block_m * s.block_k * 2, s.block_m * s.block_n * 4) + 1024
+        # A thread has a row's sums of each of a warp's 32 columns, and of each step 36 words of the weight.
+        each = np.minimum(76 + s.block_m + s.num_stages * (24 + 2 * s.block_m), MOST_REGISTERS)
+        fit = np.minimum(problem.device.target.shared / shared, REGISTERS / (32 * s.num_warps * each))
         return np.maximum(np.floor(fit), 1)
+
+    def costs(self, problem: Problem, space: Space, given: Given) -> Costs:
+        """See `Schedule.costs`.
+
+        The steps of the busiest multiprocessor take at least as long as a program waits for its loads. The weight comes
+        from memory; this adds to the rest. Fitted to times of 44 products of up to 8 rows on an H200
+        (`benchmarks/results/looks/sliced_sparse-bf16.json`).
+        """
+        p, s, sms = problem, space, problem.device.sms
+        tiles = -(-given.rows // s.block_m) * -(-p.N // s.block_n)
+        steps = np.ceil(max(p.K, 1) / s.block_k)
+        length = np.ceil(steps / s.split_k)
+        parts = np.ceil(steps / length)
+        resident = self.resident(p, s, None)
+        waves = np.ceil(tiles * parts / (sms * resident))
+        programs = np.where(waves > 1, waves * resident, np.ceil(tiles * parts / sms))
+        compute = programs * length * s.num_warps * STEP_TIME * (s.block_m / ROWS[0])
+        waits = waves * np.ceil(length / s.num_stages) * WAIT
+        once = START + DEEP * (s.num_stages > 2) + (waves - 1) * WAVE
+        reduction = np.where(parts > 1, REDUCTION, 0.0)
+        body = np.maximum(compute, waits) + MEMORY.seconds(given.memory)
+        return Costs(
+            body + once + reduction, compute, np.zeros(1), given.memory, once, reduction, np.zeros(1),
+            waves * np.ones_like(body),
+        )  # fmt: skip
+
+    def band(self, problem: Problem, config: Config) -> int:
+        """Tiles are not in bands."""
+        return 1
 
 
 class SlicedSparseBinding(Binding):
@@ -151,7 +188,7 @@ class SlicedSparseBinding(Binding):
         self.kernel = sliced_sparse.gemm_sliced_sparse
         self.grid = (self.tiles * (1 if self.split is None else self.split.parts), 1, 1)
         self.constants = {
-            "PLACE": dialect.in_gluon(place.single_tile if self.split is None else place.split_tile),
+            "PLACE": dialect.in_gluon(place.counted_part),
             "EPILOGUE": dialect.in_gluon(epilogue_of(p)),
             "CAST": dialect.in_gluon(cast),
             "KIND": KINDS[p.a.dtype],
@@ -159,6 +196,7 @@ class SlicedSparseBinding(Binding):
             "K_WARPS": c.block_k // DEPTH,
             "N_WARPS": c.block_n // BLOCK,
             "PAIRED": p.paired,
+            "AHEAD": c.num_stages,
             "num_warps": c.num_warps,
         }
 
@@ -169,10 +207,9 @@ class SlicedSparseBinding(Binding):
         a, b, out, _ = given
         assert isinstance(self.b, SparseAccess)
         workspace = None if self.split is None else self.workspace(out.device)
-        part_k = 0 if self.split is None else self.split.length
         return [
-            a[0], *b, out, p.M, p.N, p.K, self.tiles, part_k, p.a.row, p.out.row, p.out.col, self.b.rows // BLOCK,
-            self.b.columns // BLOCK, epilogue_arguments(p, 0, given, numbers), workspace,
+            a[0], *b, out, p.M, p.N, p.K, *counts_of(p, self.config), p.a.row, p.out.row, p.out.col,
+            self.b.rows // BLOCK, self.b.columns // BLOCK, epilogue_arguments(p, 0, given, numbers), workspace,
         ]  # fmt: skip
 
     @property

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .walk import divisor
+
 if TYPE_CHECKING:
     from ..problem import Config, Problem
 
@@ -117,3 +119,26 @@ class Split:
         if not self.of_matrices:
             return self.parts * tiles
         return self.of_matrices * (tiles // max(problem.matrices, 1))
+
+
+def counts_of(problem: Problem, config: Config) -> tuple[int, int, int, int, int, int]:
+    """Tiles, parts of each, K in a part, tiles along N and divisors, as `place.counted_part` and its kernels take them.
+
+    The product has no batch.
+    """
+    p, c, split = problem, config, Split.of(problem, config)
+    tiles_n = -(-p.N // c.block_n)
+    tiles = -(-p.M // c.block_m) * tiles_n
+    parts, length = (1, p.K) if split is None else (split.parts, split.length)
+    return tiles, parts, length, tiles_n, divisor(max(tiles, 1)), divisor(max(tiles_n, 1))
+
+
+def uncounted(problem: Problem, config: Config) -> str | None:
+    """Why a launch has more parts of tiles than `order.quotient` counts; None if it has not."""
+    tiles, parts, *_ = counts_of(problem, config)
+    most = (1 << 30) - 1
+    return (
+        f"{problem} takes {tiles * parts} programs; at most {most} are counted"
+        if tiles * parts > most
+        else None
+    )

@@ -80,6 +80,14 @@ _MMA_SP: Rows = {
     """,
 }
 
+#: The same for Hopper, where `wgmma.sp` is faster for more rows.
+_MMA_SP_HOPPER: Rows = {
+    ("pointer", "sliced_sparse"): """
+        8x32x512   1 4 2 0.60 swap splits apart
+        8x32x512   1 4 4 0.60 swap splits apart
+    """,
+}
+
 HOPPER: dict[str, Rows] = {
     "packed4": {
         ("descriptor", "tile"): """
@@ -155,7 +163,7 @@ HOPPER: dict[str, Rows] = {
         """,
     }
     | any_width_tiles.staged_rows(any_width_tiles.packed(8)),
-    "sparse": _SPARSE_TILES | any_width_tiles.staged_rows(any_width_tiles.SPARSE) | _MMA_SP,
+    "sparse": _SPARSE_TILES | any_width_tiles.staged_rows(any_width_tiles.SPARSE) | _MMA_SP_HOPPER,
     "sparse4": _SPARSE_TILES,
     "sparse8": _SPARSE_TILES | any_width_tiles.staged_rows(any_width_tiles.SPARSE8),
     "sparse fp8": _SPARSE_FP8 | any_width_tiles.staged_rows(any_width_tiles.SPARSE_FP8),
