@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,7 @@ from ..kernels import place
 from ..kernels.numerics import cast
 from ..operands.packed import Packed, PackedAccess
 from ..operands.scaled import Scaled
+from .base import triton_version
 from .binding import (
     SHORT_ROWS,
     Binding,
@@ -36,9 +38,14 @@ from .waves import Split
 
 if TYPE_CHECKING:
     from ..problem import Config, Problem
+    from ..select.space import Space
+    from .cost import Costs, Given
 
 #: Warps that multiply, in groups of four; rows or columns of a tile that a group has, see `kernels.specialized`.
 WARPS, OWN = 8, 64
+#: By version of Triton, the slowdown of products with scales along K. An H200 took 4 % longer with the code of 3.9 than
+#: with that of 3.6 for three products with 1777 to 4096 rows (`benchmarks/results/looks/any_width_scales-mixed.json`).
+SLOWER = {"3.9": 1.04}
 #: Rows of a tile up to which columns of tiles begin at different steps: with more of them it takes longer.
 FEW = 16
 #: The longest side of a piece that is stored, and where the epilogue reads or writes whole matrices, which takes
@@ -69,6 +76,11 @@ class Specialized(PersistentStatic):
     reason = "chosen for packed weights and scales along K"
     # If `Config.stream` makes a difference, the second table shows it, also with few rows and for other schedules.
     tables = ("specialized", "specialized-streamed")
+
+    def costs(self, problem: Problem, space: Space, given: Given) -> Costs:
+        found = super().costs(problem, space, given)
+        factor = SLOWER.get(triton_version(), 1.0) if _scaled(problem) else 1.0
+        return replace(found, total=found.total * factor)
 
     def own_tables(self) -> tuple[str, ...]:
         return self.tables[: 2 if streams() else 1] if self.available() else ()
