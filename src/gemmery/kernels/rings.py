@@ -120,11 +120,12 @@ def sum_of_partials(places, parts, size):
     """
     # Small blocks leave registers for several loads in flight.
     AT_ONCE: gl.constexpr = 4 if places.numel <= 2048 else 1
-    acc = gl.zeros(places.shape, gl.float32, places.type.layout)
+    LAYOUT: gl.constexpr = places.type.layout
+    acc = gl.zeros(places.shape, gl.float32, LAYOUT)
     for part in range(0, parts, AT_ONCE):
         loaded = ()
         for i in gl.static_range(AT_ONCE):
-            there = gl.full(places.shape, part + i, gl.int32, places.type.layout) < parts
+            there = gl.full(places.shape, part + i, gl.int32, LAYOUT) < parts
             at = places + gl.cast(part + i, gl.int64) * size
             loaded += (gl.load(at, mask=there, other=0.0, cache_modifier=".cg"),)  # type: ignore[assignment]
         for i in gl.static_range(AT_ONCE):
