@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 import gemmery
-from gemmery import Config, epilogues, schedules
+from gemmery import Config, epilogues
 from gemmery.devices import ARCHS
 from gemmery.schedules.sliced_sparse import SLICED_SPARSE
 from gemmery.select.space import tiles_of
@@ -143,7 +143,9 @@ def test_graph():
     assert out.equal(want)
 
 
-def test_nothing_takes_it_untuned():
+def test_it_is_taken_untuned_where_it_was_measured():
     x, w = values((5, 1024), torch.bfloat16), weight(2048, 1024, torch.bfloat16)
-    assert gemmery.plan(x, w).config.schedule != NAME
-    assert schedules.of(NAME).chosen_on == ()
+    plan = gemmery.plan(x, w)
+    assert (plan.config.schedule == NAME) == SLICED_SPARSE.is_chosen_on(plan.problem.device.target)
+    many = values((70, 1024), torch.bfloat16)
+    assert gemmery.plan(many, w).config.schedule != NAME

@@ -66,11 +66,12 @@ class SlicedSparse(Tile):
     archs = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_120")
     # Those whose Gluon has the names that the kernel is written in.
     versions = ("3.6", "3.7", "3.8", "3.9")
-    reason = "chosen for 2:4 sparse weights and few rows on Hopper, where it is predicted to be the fastest"
+    reason = "chosen for 2:4 sparse weights and few rows on Hopper with Triton 3.9, where it is predicted to be fastest"
     instruction = "mma.sp::ordered_metadata"
     splits = (2, 4, 8)
-    # Other GPUs have not timed it (docs/sparse.md).
+    # Other GPUs have not timed it (docs/sparse.md). An H200 took up to a third longer with the code of Triton 3.6.
     chosen_on = ("sm_90",)
+    chosen_with = ("3.9",)
 
     def needs(self, problem: Problem) -> Iterator[tuple[bool, str]]:
         p = problem
