@@ -382,7 +382,8 @@ class Program:
         for i in range(4):
             for e in range(2):
                 other[:, lane % 4 * 2 + 8 * i + e, lane // 4] = numbers[:, :, i, e]
-        product = dense.astype(np.float64) @ other
+        with np.errstate(invalid="ignore"):
+            product = dense.astype(np.float64) @ other
         for i, name in enumerate(operands[0].strip("{}").split(",")):
             own = product[:, lane // 4 + 8 * (i // 2), lane % 4 * 2 + i % 2] + acc[..., i].copy().view(
                 np.float32

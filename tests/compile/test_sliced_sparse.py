@@ -110,6 +110,9 @@ RUNS = [
     ("sm_86", "32x128x128-g1-w4-s2-sliced_sparse-pointer-k3-swap", 33, 96, 420, 0),
     ("sm_89", "64x128x128-g1-w4-s2-sliced_sparse-pointer-swap", 61, 129, 132, 1),
     ("sm_80", "8x32x1024-g1-w8-s2-sliced_sparse-pointer-k2-swap", 1, 33, 4, 0),
+    ("sm_90", "8x32x512-g1-w4-s4-sliced_sparse-pointer-swap", 8, 40, 2600, 0),
+    ("sm_90", "8x32x256-g1-w2-s4-sliced_sparse-pointer-k4-swap", 11, 96, 1700, 8),
+    ("sm_80", "16x32x512-g1-w4-s1-sliced_sparse-pointer-swap", 9, 64, 1100, 0),
 ]
 
 
@@ -123,6 +126,22 @@ def test_products(case, dtype, bound):
     weight, dense = torch_weight(n, k, dtype)
     x = torch.randn(m, k + more).to(dtype)[:, :k]
     assert wrong(result(target, text, x, weight), x.double() @ dense.double().T) < bound
+
+
+def test_a_part_takes_nothing_of_the_next_one():
+    """Steps after a part's last one are loaded with it, and must not multiply its zeros by the next part's infinity.
+
+    The emulator also multiplies pruned elements, so these give NaN.
+    """
+    torch.manual_seed(1)
+    weight, dense = torch_weight(64, 768, torch.bfloat16)
+    x = torch.randn(4, 768).bfloat16()
+    x[1, 300] = torch.inf
+    found = result("sm_90", "8x32x256-g1-w2-s2-sliced_sparse-pointer-k3-swap", x, weight)
+    kept = dense[:, 300] != 0
+    assert kept.any()
+    assert found[1].isinf().equal(kept)
+    assert found[[0, 2, 3]].isfinite().all()
 
 
 @pytest.mark.parametrize("text", [

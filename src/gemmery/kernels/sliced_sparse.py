@@ -2,9 +2,10 @@
 
 With few rows, a product takes about as long as its weight takes from memory. A warp has a block of 32 rows of the
 weight and, of each step of the program, 128 columns. It reads kept numbers and metadata as they are stored, straight
-into the registers from which the tensor cores take them; see `sparse_fragments`. While it multiplies those of a step,
-those of the next one are on their way. The activations of a step go through shared memory, because each lane needs
-words that are not adjacent. At the end, the sums of warps that share K are added up, in a fixed order.
+into the registers from which the tensor cores take them; see `sparse_fragments`. It loads several steps at a time, so
+that a short product waits for memory only once. When a step has been multiplied, a later one is loaded into its
+registers. The activations of these steps go through shared memory, because each lane needs words that are not adjacent.
+At the end, the sums of warps that share K are added up, in a fixed order.
 
 For GPUs whose tensor cores have `mma.sp`, in Gluon, since each lane has to have the right registers.
 """
@@ -112,23 +113,25 @@ def load_weight(given, k, end):
 
 
 @gluon.jit
-def load_activations(x, k, K, rows, x_row, LAYOUT: gl.constexpr, SHAPE: gl.constexpr):
-    """A step's activations from column `k` on, a block (rows, words)."""
+def load_activations(x, k, end, K, rows, x_row, LAYOUT: gl.constexpr, SHAPE: gl.constexpr):
+    """A step's activations from column `k` on, a block (rows, words); zeros if the step is not before `end`."""
     row = gl.arange(0, SHAPE[0], gl.SliceLayout(1, LAYOUT))[:, None]
     column = k + gl.arange(0, SHAPE[1], gl.SliceLayout(0, LAYOUT))[None, :]
-    block = gl.load(x + row.to(gl.int64) * x_row + column, mask=(row < rows) & (column < K), other=0)
+    block = gl.load(
+        x + row.to(gl.int64) * x_row + column, mask=(row < rows) & (column < K) & (k < end), other=0
+    )
     even, odd = block.to(gl.int16, bitcast=True).reshape([SHAPE[0], SHAPE[1] // 2, 2]).split()
     return (even.to(gl.int32) & 0xFFFF) | (odd.to(gl.int32) << 16)
 
 
 @gluon.jit
 def load_steps(
-    x, first, K, rows, x_row, LAYOUT: gl.constexpr, SHAPE: gl.constexpr, COUNT: gl.constexpr
+    x, first, end, K, rows, x_row, LAYOUT: gl.constexpr, SHAPE: gl.constexpr, COUNT: gl.constexpr
 ):  # fmt: skip
     """The activations of `COUNT` steps from `first` on; see `load_activations`."""
     loaded = ()
     for i in gl.static_range(COUNT):
-        loaded += (load_activations(x, (first + i) * SHAPE[1], K, rows, x_row, LAYOUT, SHAPE),)  # type: ignore[assignment]
+        loaded += (load_activations(x, (first + i) * SHAPE[1], end, K, rows, x_row, LAYOUT, SHAPE),)  # type: ignore[assignment]
     return loaded
 
 
@@ -241,7 +244,7 @@ def multiply(
     staged = gl.allocate_shared_memory(gl.int32, [AHEAD, INSTRUCTIONS * ROWS, K_WARPS * WORDS], SWIZZLED)
     zeros = gl.zeros([K_WARPS, N_WARPS, 32, TILES, 4], gl.float32, LAYOUT)
     acc = (zeros, zeros)
-    ahead = load_steps(x, first, K, rows, x_row, X_LAYOUT, [ROWS, STEP], AHEAD)
+    ahead = load_steps(x, first, end, K, rows, x_row, X_LAYOUT, [ROWS, STEP], AHEAD)
     weight = ()
     for i in gl.static_range(AHEAD):
         weight += (load_weight(given, (first + i) * STEP, end),)  # type: ignore[assignment]
@@ -251,7 +254,7 @@ def multiply(
         for i in gl.static_range(AHEAD):
             staged.index(i).store(ordered(ahead[i], K_WARPS))
         barrier()
-        ahead = load_steps(x, step + AHEAD, K, rows, x_row, X_LAYOUT, [ROWS, STEP], AHEAD)
+        ahead = load_steps(x, step + AHEAD, end, K, rows, x_row, X_LAYOUT, [ROWS, STEP], AHEAD)
         following = ()
         for i in gl.static_range(AHEAD):
             acc = multiply_step(acc, weight[i], staged.index(i), KIND)
@@ -274,7 +277,7 @@ def met(acc, unit, tiles, parts, tiles_divisor, workspace):
     _, tile = part_of(unit, tiles, tiles_divisor)
     done = last_to_arrive(semaphores + tile, parts - 1)
     if done:
-        acc = sum_of_partials(places + gl.cast(tile, gl.int64) * SIZE, parts, tiles * SIZE)
+        acc = sum_of_partials(places + gl.cast(tile, gl.int64) * SIZE, parts, gl.cast(tiles, gl.int64) * SIZE)
     return acc, done
 
 
