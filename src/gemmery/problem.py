@@ -223,7 +223,7 @@ class Config:
         group_m: the height, in tiles, of the bands in which tiles are visited. 0 derives the height from the sizes;
             only the schedules for tiles of any width accept it.
         num_warps: the number of warps in a program.
-        num_stages: the number of blocks of A and B in flight.
+        num_stages: the number of blocks of A and B in flight; for "sliced_sparse" the steps that are loaded at a time.
         schedule: how the programs of a launch walk over its tiles, one of `schedules.REGISTRY`: "tile", "persistent",
             "specialized", "cooperative", "pingpong", "sliced_k" or "sliced_sparse". Not every schedule supports every
             knob.

@@ -24,7 +24,12 @@ from .running import Memory, Program, parameters
 
 pytestmark = pytest.mark.skipif(not SLICED_SPARSE.available(), reason="sliced_sparse needs another Triton")
 
-TILES = [str(x.config) for x in tiles_of("ampere", "sparse") if x.config.schedule == "sliced_sparse"]
+TILES = sorted({
+    str(x.config)
+    for family in ("ampere", "hopper")
+    for x in tiles_of(family, "sparse")
+    if x.config.schedule == "sliced_sparse"
+})  # fmt: skip
 TARGETS = SLICED_SPARSE.archs
 
 

@@ -31,7 +31,12 @@ pytestmark = [
     pytest.mark.skipif(not runs_here(), reason=f"{NAME} needs a GPU with mma.sp, and another Triton"),
 ]
 
-TILES = [str(x.config) for x in tiles_of(ARCHS["sm_80"].family, "sparse") if x.config.schedule == NAME]
+TILES = sorted({
+    str(x.config)
+    for arch in ("sm_80", "sm_90")
+    for x in tiles_of(ARCHS[arch].family, "sparse")
+    if x.config.schedule == NAME
+})  # fmt: skip
 #: For up to 8, 16 and 64 rows, and one that is cut along K.
 SMALL, MIDDLE, LARGE = (
     f"8x32x512-g1-w4-s2-{NAME}-pointer-swap", f"16x64x256-g1-w4-s2-{NAME}-pointer-k3-swap",

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gemmery import Config, epilogues, quantize, schedules
-from gemmery.kernels import any_width_cut, any_width_packed, any_width_stage, order, place
+from gemmery.kernels import any_width_cut, any_width_packed, any_width_stage
 from gemmery.lab.abstract import abstract_problem, linear_problem
 from gemmery.lab.fused_targets import abstract_sparse
 from gemmery.schedules import any_width_binding, any_width_compiled, any_width_cost, any_width_tile, walk
@@ -28,6 +28,7 @@ from gemmery.kernels import any_width_load
 from gemmery.kernels import any_width_loop as loop
 from gemmery.kernels.any_width_sparse import SparseStage
 
+from .device_functions import device_functions
 from .ptx import Program
 
 H200, FP8 = device_named("H200"), torch.float8_e4m3fn
@@ -486,23 +487,6 @@ def test_what_takes_a_layout_runs_it_with_every_number_of_rows(kind, made):
             assert taken or (layout != "NT" and kind.startswith("fp8"))
             refused = {str(c): schedules.of(c.schedule).refusal(p, c) for c in taken}
             assert not {text: why for text, why in refused.items() if why is not None}, layout
-
-
-def device_functions():
-    """Returns the device's functions of numbers, which run in Python with 32-bit arithmetic."""
-
-    def signed(x):
-        return (x + (1 << 31)) % (1 << 32) - (1 << 31)
-
-    tl = types.SimpleNamespace(
-        minimum=min, maximum=max, where=lambda condition, x, y: x if condition else y, int32=32,
-        cast=lambda x, bits: signed(x), umulhi=lambda x, y: signed((x % (1 << 32)) * (y % (1 << 32)) >> 32),
-    )  # fmt: skip
-    names = {"tl": tl}
-    own = place.sized_tile, place.sized_part, place.sized_tile_of_batch
-    for function in (order.quotient, order.divided, order.part_of, *own):
-        names[function.fn.__name__] = types.FunctionType(function.fn.__code__, names)
-    return names
 
 
 def test_quotient_is_floor_division():

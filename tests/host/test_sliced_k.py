@@ -234,6 +234,8 @@ def test_products_that_are_refused():
         assert "K a multiple of 8" in SLICED_K.refusal(
             replace(problem_of(4, 512, -(-K // 8) * 8), K=K), config
         )
+    many = replace(problem_of(4, 1024, 512), M=(1 << 30) - 1)
+    assert "counts tiles and parts of tiles to 1073741823" in SLICED_K.refusal(many, config)
     assert not SLICED_K.considers(problem, np.array([[9]])).any()
 
 

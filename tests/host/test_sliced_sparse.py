@@ -1,4 +1,4 @@
-"""2:4 sparse weights by `mma.sp`: how its operands lie, what is refused, and that nothing takes it untuned."""
+"""2:4 sparse weights by `mma.sp`: how its operands lie, what is refused, and where it is chosen."""
 
 import itertools
 from dataclasses import replace
@@ -17,8 +17,11 @@ from gemmery.kernels import sparse_fragments as fragments
 from gemmery.lab.abstract import linear_problem
 from gemmery.product.spec import Options
 from gemmery.schedules.sliced_sparse import SLICED_SPARSE
+from gemmery.schedules.waves import Counts
 from gemmery.select.space import space_of, tiles_of
 from gemmery.tuning.tuner import _promising
+
+from .device_functions import device_functions
 
 DEVICES = {arch: next(row for row in TABLE.values() if row.arch == arch) for arch in SLICED_SPARSE.archs}
 TEXT = "16x64x256-g1-w4-s2-sliced_sparse-pointer-swap"
@@ -120,7 +123,7 @@ def test_products_that_it_runs(arch):
         problem = problem_of(M, N, K, arch)
         assert SLICED_SPARSE.refusal(problem, CONFIG) is None
         binding = schedules.bind(problem, replace(CONFIG, split_k=4))
-        assert binding.grid[0] % binding.tiles == 0
+        assert binding.grid[0] % binding.counts.tiles == 0
     swiglu = problem_of(4, 128, 256, arch, epilogue=epilogues.swiglu)
     assert SLICED_SPARSE.refusal(swiglu, CONFIG) is None
 
@@ -148,6 +151,8 @@ def test_products_that_are_refused():
     assert "two halves" in SLICED_SPARSE.refusal(halves, Config.of(TEXT.replace("16x64x256", "16x32x512")))
     halves = problem_of(4, 96, 256, epilogue=epilogues.swiglu)
     assert "48 rows each" in SLICED_SPARSE.refusal(halves, CONFIG)
+    many = replace(problem_of(4, 1024, 512), M=(1 << 30) - 1)
+    assert "counts tiles and parts of tiles to 1073741823" in SLICED_SPARSE.refusal(many, CONFIG)
 
 
 @needs_gluon
@@ -158,6 +163,24 @@ def test_every_number_is_computed_once():
         assert sum(walk.last_k - walk.first_k) == 1100 * 8
         # First come the first parts of all tiles.
         assert (np.diff(walk.first_k[np.argsort(walk.program)]) >= 0).all()
+
+
+@needs_gluon
+@pytest.mark.parametrize("text", [TEXT, "8x32x512-g1-w4-s4-sliced_sparse-pointer-swap"])
+def test_kernels_place_parts_as_the_walk_does(text):
+    """By multiplication with the divisors that the host prepares."""
+    counted_part = device_functions()["counted_part"]
+    for split in (1, 2, 3):
+        problem, config = problem_of(20, 200, 1100), replace(Config.of(text), split_k=split)
+        counts = Counts.of(problem, config)
+        tiles, _, part_k, tiles_n, *divisors = counts.arguments
+        state, sizes = (tiles, part_k, tiles_n, divisors), (problem.M, problem.N, problem.K)
+        walk = SLICED_SPARSE.walk(problem, config)
+        assert sorted(walk.program.tolist()) == list(range(counts.tiles * counts.parts))
+        for i, program in enumerate(walk.program.tolist()):
+            placed = counted_part(program, state, sizes, config.block_m, config.block_n, 1)
+            own = walk.row[i], walk.col[i], problem.M, walk.first_k[i], walk.last_k[i]
+            assert placed == (0, *map(int, own))
 
 
 # --- choices ---------------------------------------------------------------------------------------------------------

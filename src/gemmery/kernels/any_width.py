@@ -235,9 +235,9 @@ def scales_of(step_args, row, col, shape, first_k, EVERY_M: gl.constexpr, EVERY_
     low = gl.cast(first_k // 128, gl.int64)
     # Rows and columns outside have some scale.
     rows = gl.minimum(row + gl.arange(0, 64, gl.SliceLayout(1, BLOCK8)), shape[0] - 1) // EVERY_M
-    # No row is as far down, which the compiler does not know. If it knew that all threads load a span's scale from the
-    # same address, it would move the scale to a uniform register, and wait for it amid the products.
-    nothing = gl.expand_dims((rows >> 30).to(gl.int64), 1) + gl.zeros([64, 8], gl.int64, BLOCK8)
+    # This is always 0, which the compiler cannot prove. If it knew that all threads load a span's scale from the same
+    # address, it would move the scale to a uniform register, and wait for it amid the products.
+    nothing = gl.expand_dims((rows >> 31).to(gl.int64), 1) + gl.zeros([64, 8], gl.int64, BLOCK8)
     of_rows = gl.cast(at_a, gl.int64) + (rows.to(gl.int64) * row_a + low * k_a) * 4
     made = (gl.expand_dims(of_rows, 1) + nothing,)
     for i in gl.static_range(3):

@@ -85,28 +85,30 @@ def offsets(acc, col, COLS: gl.constexpr):
 
 
 @gluon.jit
-def add_partials(acc, first, parts, partials, SIZE: gl.constexpr, col, COLS: gl.constexpr):
-    """The sum of a tile's parts, of which `acc` is this program's, or of some columns of them.
+def add_partials(acc, own, first, step, parts, partials, SIZE: gl.constexpr, col, COLS: gl.constexpr):
+    """The sum of a tile's parts, of which `acc` is the one in place `own`, or of some columns of them.
 
     Args:
-        first: the program that has the first part.
-        SIZE: elements of a program's partial sum.
+        first, step: the place of the first part, and from one part's to the next one's.
+        SIZE: elements of a place.
     """
     LAYOUT: gl.constexpr = acc.type.layout
     if acc.shape[1] > 64:
         # Some columns at a time: there are no registers for two whole tiles.
         left, right = column_halves(acc)
-        left = add_partials(left, first, parts, partials, SIZE, col, COLS)
-        right = add_partials(right, first, parts, partials, SIZE, col + acc.shape[1] // 2, COLS)
+        left = add_partials(left, own, first, step, parts, partials, SIZE, col, COLS)
+        right = add_partials(right, own, first, step, parts, partials, SIZE, col + acc.shape[1] // 2, COLS)
         return gl.convert_layout(beside(left, right), LAYOUT, assert_trivial=True)
     else:
         places = partials + offsets(acc, col, COLS)
         if parts == 2:
             # The sum of two is the same in either order.
-            other = 2 * first + 1 - gl.program_id(0)
+            other = 2 * first + step - own
             acc += gl.load(places + gl.cast(other, gl.int64) * SIZE, cache_modifier=".cg")
         else:
-            acc = sum_of_partials(places + gl.cast(first, gl.int64) * SIZE, parts, SIZE)
+            acc = sum_of_partials(
+                places + gl.cast(first, gl.int64) * SIZE, parts, gl.cast(step, gl.int64) * SIZE
+            )
         return acc
 
 
@@ -123,13 +125,16 @@ def sum_of_partials(places, parts, size):
     LAYOUT: gl.constexpr = places.type.layout
     acc = gl.zeros(places.shape, gl.float32, LAYOUT)
     for part in range(0, parts, AT_ONCE):
-        loaded = ()
-        for i in gl.static_range(AT_ONCE):
-            there = gl.full(places.shape, part + i, gl.int32, LAYOUT) < parts
-            at = places + gl.cast(part + i, gl.int64) * size
-            loaded += (gl.load(at, mask=there, other=0.0, cache_modifier=".cg"),)  # type: ignore[assignment]
-        for i in gl.static_range(AT_ONCE):
-            acc += loaded[i]
+        if AT_ONCE == 1:
+            acc += gl.load(places + gl.cast(part, gl.int64) * size, cache_modifier=".cg")
+        else:
+            loaded = ()
+            for i in gl.static_range(AT_ONCE):
+                there = gl.full(places.shape, part + i, gl.int32, LAYOUT) < parts
+                at = places + gl.cast(part + i, gl.int64) * size
+                loaded += (gl.load(at, mask=there, other=0.0, cache_modifier=".cg"),)  # type: ignore[assignment]
+            for i in gl.static_range(AT_ONCE):
+                acc += loaded[i]
     return acc
 
 
@@ -147,13 +152,14 @@ def last_to_arrive(semaphore, others):
 
 
 @gluon.jit
-def combine(acc, tile, parts, partials, semaphore, PIECE: gl.constexpr, PIECES: gl.constexpr):
+def combine(acc, own, first, step, parts, partials, semaphore, PIECE: gl.constexpr, PIECES: gl.constexpr):
     """Adds up a tile's parts, in order, in the program that finishes its part last; no program waits.
 
     If each warpgroup of a program has a piece of the tile, each one does this by itself.
 
     Args:
-        tile: its number among those that are cut.
+        own, first, step: the place of this part in the workspace, that of the tile's first part, and from one part's to
+            the next one's.
         semaphore: counts the finished parts. It is 0 before and afterwards.
         PIECE, PIECES: which piece of how many `acc` is.
 
@@ -163,11 +169,11 @@ def combine(acc, tile, parts, partials, semaphore, PIECE: gl.constexpr, PIECES: 
     COLS: gl.constexpr = acc.shape[1]
     OWN: gl.constexpr = acc.shape[0] * COLS
     SIZE: gl.constexpr = PIECES * OWN
-    own = partials + PIECE * OWN
-    gl.store(own + gl.program_id(0).to(gl.int64) * SIZE + offsets(acc, 0, COLS), acc)
+    pieces = partials + PIECE * OWN
+    gl.store(pieces + gl.cast(own, gl.int64) * SIZE + offsets(acc, 0, COLS), acc)
     done = last_to_arrive(semaphore, parts - 1)
     if done:
-        acc = add_partials(acc, tile * parts, parts, own, SIZE, 0, COLS)
+        acc = add_partials(acc, own, first, step, parts, pieces, SIZE, 0, COLS)
     return acc, done
 
 

@@ -14,7 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .order import part_of
-from .rings import applied, barrier, last_to_arrive, offsets, sum_of_partials
+from .rings import applied, barrier, combine
 from .sparse_fragments import (
     BLOCK,
     DEPTH,
@@ -264,24 +264,6 @@ def multiply(
 
 
 @gluon.jit
-def met(acc, unit, tiles, parts, tiles_divisor, workspace):
-    """Stores a tile's part. The program that is the last to do so adds up all of them, in order; none waits.
-
-    Returns:
-        The sum, and whether this is the program that has it.
-    """
-    partials, semaphores = workspace
-    SIZE: gl.constexpr = acc.shape[0] * acc.shape[1]
-    places = partials + offsets(acc, 0, acc.shape[1])
-    gl.store(places + gl.cast(unit, gl.int64) * SIZE, acc)
-    _, tile = part_of(unit, tiles, tiles_divisor)
-    done = last_to_arrive(semaphores + tile, parts - 1)
-    if done:
-        acc = sum_of_partials(places + gl.cast(tile, gl.int64) * SIZE, parts, gl.cast(tiles, gl.int64) * SIZE)
-    return acc, done
-
-
-@gluon.jit
 def store_tile(
     acc, out, strides, args, shape, row, col, EPILOGUE: gl.constexpr, CAST: gl.constexpr, PAIRED: gl.constexpr
 ):
@@ -338,6 +320,8 @@ def gemm_sliced_sparse(
     acc = gl.convert_layout(acc, LAYOUT)
     done = True
     if workspace is not None:
-        acc, done = met(acc, unit, tiles, parts, tiles_divisor, workspace)
+        partials, semaphores = workspace
+        _, tile = part_of(unit, tiles, tiles_divisor)
+        acc, done = combine(acc, unit, tile, tiles, parts, partials, semaphores + tile, 0, 1)
     if done:
         store_tile(acc, out, (out_row, out_col), args, shape, row, col, EPILOGUE, CAST, PAIRED)

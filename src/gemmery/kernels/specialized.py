@@ -540,7 +540,7 @@ def consume(
             if PIECE == WARPGROUP:
                 tile = unit // parts
                 semaphore = semaphores + tile * PIECES + PIECE
-                acc, done = combine(acc, tile, parts, partials, semaphore, PIECE, PIECES)
+                acc, done = combine(acc, unit, tile * parts, 1, parts, partials, semaphore, PIECE, PIECES)
                 if done:
                     finish(
                         acc, out, staged, args, (end, N), row + DOWN, col + RIGHT, EPILOGUE, CAST, SWAP, PAIRED,

@@ -43,7 +43,7 @@ from .base import Forms
 from .binding import SHORT_ROWS, Binding, needs_only_its_block, storable, suits_tma
 from .cost import Costs, Floats, Given
 from .persistent_static import PersistentStatic, Work
-from .walk import Ints
+from .walk import Ints, uncounted
 
 if TYPE_CHECKING:
     from ..problem import Config, Problem
@@ -51,8 +51,6 @@ if TYPE_CHECKING:
 
 #: The largest K: the kernel counts in 32 bits, and past it by less than a step.
 MOST_K = (1 << 31) - 1024
-#: The most units: `order.quotient` divides numbers below 2^30.
-MOST_UNITS = (1 << 30) - 1
 #: The height of bands if several are in flight.
 LOW_BAND = 2
 #: Numbers of an accumulator if a step's sum has separate registers.
@@ -174,8 +172,8 @@ class AnyWidth(PersistentStatic):
             return unsuited
         if c.block_k * p.a.dtype.itemsize != ROW:
             return f"{p.a.dtype} needs block_k {ROW // p.a.dtype.itemsize}"
-        if (units := sum(self.work(p, c).units(c.block_k)[:2])) > MOST_UNITS:
-            return f"the kernel counts tiles and parts of tiles to {MOST_UNITS}; there are {units}"
+        if (many := uncounted(sum(self.work(p, c).units(c.block_k)[:2]))) is not None:
+            return many
         if p.batch_invariant and c.split_k > 1:
             return "whether a tile is cut along K depends on the number of rows"
         if p.b.by_steps and (c.swap or self.tile(c).own != ROWS):

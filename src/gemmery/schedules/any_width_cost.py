@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from .base import triton_version
 from .binding import promotes
 from .cost import FILL, FILLED, FUNCTION, Costs, Floats, Given, Stream, calls_of, fitted, thin_seconds
 from .persistent_static import Work
@@ -31,9 +32,9 @@ TURNED = 32.0
 PROMOTING, SCALING = (1.57, 1.14, 1.04), (1.40, 1.05, 1.09)
 #: The columns whose products take as long as a step with scales waits (`any_width_scales-mixed`).
 SCALED_EDGE = 27.0
-#: The slowdown of products with scales in a kernel that cuts tiles along K, whose accumulators are in other registers:
-#: 1.07 with Triton 3.9, and 1.02 with 3.6.
-SCALED_CUT = 1.05
+#: By version of Triton, the slowdown of products with scales in a kernel that can cut tiles along K, in which ptxas
+#: allocates other registers (`any_width_scales-mixed`); of other versions.
+SCALED_CUT, OTHERS_CUT = {"3.9": 1.07}, 1.02
 #: For products with a 2:4 sparse weight: their time as a part of that of dense ones, if only Y is read from shared
 #: memory; and seconds at a launch's start for each warpgroup but the first.
 SPARSE, SPARSE_GROUP = 0.41, 0.95e-6
@@ -117,7 +118,9 @@ def _of_matrix(
     """`Terms.products` of plain matrices."""
     turned = TURNED if p.a.col != 1 and p.b.row != 1 else 0.0
     seconds: Floats = compute * (1 + EDGE / y) * (1 + (turned / y) ** 2) * _summing(p, groups, y)
-    return seconds * np.where(s.split_k > 1, SCALED_CUT, 1.0) if p.b.by_steps else seconds
+    if not p.b.by_steps:
+        return seconds
+    return seconds * np.where(s.split_k > 1, SCALED_CUT.get(triton_version(), OTHERS_CUT), 1.0)
 
 
 def _of_packed(

@@ -34,7 +34,7 @@ from .binding import (
 from .cost import Costs, Floats, Given, Stream
 from .tile import Tile
 from .walk import Ints, divisor
-from .waves import Split, counts_of, uncounted
+from .waves import Busiest, Counts, Split
 
 if TYPE_CHECKING:
     from ..problem import Config, Problem
@@ -143,7 +143,7 @@ class SlicedK(Tile):
                 f"{c.num_warps} warps take no block_n of {c.block_n} with {c.num_stages} stages: there is a bundle of "
                 f"strips for each warp at most, and shared memory for {SHARED} bytes"
             )
-        return uncounted(p, c)
+        return Counts.of(p, c).refusal
 
     def bind(self, problem: Problem, config: Config) -> Binding:
         return SlicedKBinding(problem, config)
@@ -159,17 +159,11 @@ class SlicedK(Tile):
         adds to the rest and does not overlap with it. Fitted to times of int4 on an H200
         (`benchmarks/results/looks/sliced_k-bf16.json`, and seed 101 of `choices-bf16.json`).
         """
-        p, s, sms = problem, space, problem.device.sms
+        p, s = problem, space
         assert isinstance(p.b.staged, packed.StageFormat)
         bundle, strips = _bundle(s.block_n, s.num_warps, int(p.b.bits)), s.block_n / STRIP
-        tiles = -(-given.rows // s.block_m) * -(-p.N // s.block_n)
-        units = np.ceil(max(p.K, 1) / s.block_k)
-        length = np.ceil(units / s.split_k)
-        parts = np.ceil(units / length)
         resident = np.array([_resident(_shape(config, p.b.staged)) for config in s.configs])
-        waves = np.ceil(tiles * parts / (sms * resident))
-        # Of the busiest multiprocessor.
-        programs = np.where(waves > 1, waves * resident, np.ceil(tiles * parts / sms))
+        programs, waves, parts, length = Busiest.of(p, s, given.rows, resident)
         compute = programs * strips * length * STRIP_TIME
         waits = waves * np.ceil(strips / bundle * length / s.num_warps) * WAIT * (1 + bundle)
         rows = np.minimum(given.rows, s.block_m)
@@ -226,11 +220,10 @@ class SlicedKBinding(Binding):
         p, c = problem, config
         self.problem, self.config = p, c
         self.a, self.b = p.a.access(p, is_b=False, tma=False), p.b.access(p, is_b=True, tma=False)
-        self.split, self.format = Split.of(p, c), p.b.staged
+        self.split, self.counts, self.format = Split.of(p, c), Counts.of(p, c), p.b.staged
         assert isinstance(self.format, packed.StageFormat)
-        self.tiles = -(-p.M // c.block_m) * -(-p.N // c.block_n)
         self.kernel = sliced_k.gemm_sliced_k
-        self.grid = (self.tiles * (1 if self.split is None else self.split.parts), 1, 1)
+        self.grid = (self.counts.tiles * self.counts.parts, 1, 1)
         shape = _shape(c, self.format, KINDS[p.a.dtype])
         self.bundles = c.block_n // STRIP // shape.bundle
         self.constants = {
@@ -264,7 +257,7 @@ class SlicedKBinding(Binding):
         words, *params = [*b, None, None][:3]
         assert self.format is not None
         return [
-            a[0], words, *params, out, p.M, p.N, p.K, *counts_of(p, c), divisor(self.bundles), p.a.row,
+            a[0], words, *params, out, p.M, p.N, p.K, *self.counts.arguments, divisor(self.bundles), p.a.row,
             p.out.row, p.out.col, c.block_n // STRIP, *self.chunks, self.b.groups, self.b.lines * LINE_BYTES,
             epilogue_arguments(p, 0, given, numbers), workspace,
         ]  # fmt: skip
@@ -297,7 +290,7 @@ class SlicedKBinding(Binding):
         if self.split is None:
             return 0, 0
         each = self.config.block_m * -(-self.config.block_n // 64) * 64
-        return self.split.parts * self.tiles * each * torch.float32.itemsize, self.tiles
+        return self.counts.parts * self.counts.tiles * each * torch.float32.itemsize, self.counts.tiles
 
 
 @functools.cache

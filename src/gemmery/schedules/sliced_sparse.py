@@ -20,7 +20,7 @@ from .base import Forms
 from .binding import Binding, epilogue_arguments, epilogue_of, needs_only_its_block, sorted_tensors
 from .cost import Costs, Floats, Given, Stream
 from .tile import Tile
-from .waves import Split, counts_of, uncounted
+from .waves import Busiest, Counts, Split
 
 if TYPE_CHECKING:
     from ..problem import Config, Problem
@@ -128,7 +128,7 @@ class SlicedSparse(Tile):
             )
         if p.paired and p.N % (2 * BLOCK):
             return f"the weight's halves have {p.N // 2} rows each; they need a multiple of {BLOCK}"
-        return uncounted(p, c)
+        return Counts.of(p, c).refusal
 
     def bind(self, problem: Problem, config: Config) -> Binding:
         return SlicedSparseBinding(problem, config)
@@ -137,7 +137,7 @@ class SlicedSparse(Tile):
         """See `Tile.resident`. Blocks of the weight are in registers."""
         s = columns
         shared = np.maximum(s.num_stages * s.block_m * s.block_k * 2, s.block_m * s.block_n * 4) + 1024
-        # A thread has a row's sums of each of a warp's 32 columns, and of each step 36 words of the weight.
+        # As ptxas allocates them; 2 * block_m are the words of a step's activations.
         each = np.minimum(76 + s.block_m + s.num_stages * (24 + 2 * s.block_m), MOST_REGISTERS)
         fit = np.minimum(problem.device.target.shared / shared, REGISTERS / (32 * s.num_warps * each))
         return np.maximum(np.floor(fit), 1)
@@ -149,14 +149,8 @@ class SlicedSparse(Tile):
         from memory; this adds to the rest. Fitted to times of 44 products of up to 8 rows on an H200
         (`benchmarks/results/looks/sliced_sparse-bf16.json`).
         """
-        p, s, sms = problem, space, problem.device.sms
-        tiles = -(-given.rows // s.block_m) * -(-p.N // s.block_n)
-        steps = np.ceil(max(p.K, 1) / s.block_k)
-        length = np.ceil(steps / s.split_k)
-        parts = np.ceil(steps / length)
-        resident = self.resident(p, s, None)
-        waves = np.ceil(tiles * parts / (sms * resident))
-        programs = np.where(waves > 1, waves * resident, np.ceil(tiles * parts / sms))
+        p, s = problem, space
+        programs, waves, parts, length = Busiest.of(p, s, given.rows, self.resident(p, s, None))
         compute = programs * length * s.num_warps * STEP_TIME * (s.block_m / ROWS[0])
         waits = waves * np.ceil(length / s.num_stages) * WAIT
         once = START + DEEP * (s.num_stages > 2) + (waves - 1) * WAVE
@@ -184,10 +178,9 @@ class SlicedSparseBinding(Binding):
         p, c = problem, config
         self.problem, self.config = p, c
         self.a, self.b = p.a.access(p, is_b=False, tma=False), p.b.access(p, is_b=True, tma=False)
-        self.split = Split.of(p, c)
-        self.tiles = -(-p.M // c.block_m) * -(-p.N // c.block_n)
+        self.split, self.counts = Split.of(p, c), Counts.of(p, c)
         self.kernel = sliced_sparse.gemm_sliced_sparse
-        self.grid = (self.tiles * (1 if self.split is None else self.split.parts), 1, 1)
+        self.grid = (self.counts.tiles * self.counts.parts, 1, 1)
         self.constants = {
             "PLACE": dialect.in_gluon(place.counted_part),
             "EPILOGUE": dialect.in_gluon(epilogue_of(p)),
@@ -209,7 +202,7 @@ class SlicedSparseBinding(Binding):
         assert isinstance(self.b, SparseAccess)
         workspace = None if self.split is None else self.workspace(out.device)
         return [
-            a[0], *b, out, p.M, p.N, p.K, *counts_of(p, self.config), p.a.row, p.out.row, p.out.col,
+            a[0], *b, out, p.M, p.N, p.K, *self.counts.arguments, p.a.row, p.out.row, p.out.col,
             self.b.rows // BLOCK, self.b.columns // BLOCK, epilogue_arguments(p, 0, given, numbers), workspace,
         ]  # fmt: skip
 
@@ -219,7 +212,8 @@ class SlicedSparseBinding(Binding):
         if self.split is None:
             return 0, 0
         c = self.config
-        return self.split.parts * self.tiles * c.block_m * c.block_n * torch.float32.itemsize, self.tiles
+        tiles, parts, *_ = self.counts
+        return parts * tiles * c.block_m * c.block_n * torch.float32.itemsize, tiles
 
 
 SLICED_SPARSE = SlicedSparse()

@@ -77,6 +77,17 @@ def whole_tiles(problem: Problem, config: Config, number: Ints, tiles_n: int, ba
     return tiles_of(problem, size, band, number, tiles_n)
 
 
+#: The most units of a launch: `kernels.order.quotient` divides numbers below 2^30.
+MOST_UNITS = (1 << 30) - 1
+
+
+def uncounted(units: int) -> str | None:
+    """Why kernels can't count so many tiles and parts of tiles; None if they can."""
+    if units <= MOST_UNITS:
+        return None
+    return f"the kernel counts tiles and parts of tiles to {MOST_UNITS}; there are {units}"
+
+
 def divisor(number: int) -> int:
     """Encodes a divisor from 1 to 2^31 for `kernels.order.quotient`: a factor in the low 32 bits, a shift above them.
 

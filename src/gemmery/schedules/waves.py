@@ -6,14 +6,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from .walk import divisor
+from .walk import divisor, uncounted
 
 if TYPE_CHECKING:
     from ..problem import Config, Problem
+    from ..select.space import Space
+    from .cost import Floats
 
 #: The time of a part of a tile, relative to the whole tile's; the index is the number of parts. Small
 #: tiles read more from L2 for what they compute; measured on an H200.
@@ -121,24 +123,56 @@ class Split:
         return self.of_matrices * (tiles // max(problem.matrices, 1))
 
 
-def counts_of(problem: Problem, config: Config) -> tuple[int, int, int, int, int, int]:
-    """Tiles, parts of each, K in a part, tiles along N and divisors, as `place.counted_part` and its kernels take them.
+class Counts(NamedTuple):
+    """What `place.counted_part` counts: tiles, parts of each, K in a part, and tiles along N."""
 
-    The product has no batch.
+    tiles: int
+    parts: int
+    part_k: int
+    tiles_n: int
+
+    @classmethod
+    def of(cls, problem: Problem, config: Config) -> Counts:
+        """The counts of a product without a batch."""
+        p, c, split = problem, config, Split.of(problem, config)
+        tiles_n = -(-p.N // c.block_n)
+        parts, length = (1, p.K) if split is None else (split.parts, split.length)
+        return cls(-(-p.M // c.block_m) * tiles_n, parts, length, tiles_n)
+
+    @property
+    def arguments(self) -> tuple[int, ...]:
+        """A kernel's run-time arguments: the counts, and the divisors of both numbers of tiles."""
+        return *self, divisor(max(self.tiles, 1)), divisor(max(self.tiles_n, 1))
+
+    @property
+    def refusal(self) -> str | None:
+        """See `walk.uncounted`."""
+        return uncounted(self.tiles * self.parts)
+
+
+class Busiest(NamedTuple):
+    """The work of the multiprocessor that has most of it, for all configs of a space, as arrays.
+
+    Attributes:
+        programs: how many it runs.
+        waves: how many of these follow each other.
+        parts: of a tile along K.
+        length: steps of a part.
     """
-    p, c, split = problem, config, Split.of(problem, config)
-    tiles_n = -(-p.N // c.block_n)
-    tiles = -(-p.M // c.block_m) * tiles_n
-    parts, length = (1, p.K) if split is None else (split.parts, split.length)
-    return tiles, parts, length, tiles_n, divisor(max(tiles, 1)), divisor(max(tiles_n, 1))
 
+    programs: Floats
+    waves: Floats
+    parts: Floats
+    length: Floats
 
-def uncounted(problem: Problem, config: Config) -> str | None:
-    """Why a launch has more parts of tiles than `order.quotient` counts; None if it has not."""
-    tiles, parts, *_ = counts_of(problem, config)
-    most = (1 << 30) - 1
-    return (
-        f"{problem} takes {tiles * parts} programs; at most {most} are counted"
-        if tiles * parts > most
-        else None
-    )
+    @classmethod
+    def of(cls, problem: Problem, space: Space, rows: Floats, resident: Floats) -> Busiest:
+        """The work if each part of a tile has a program, and a multiprocessor holds `resident` programs at once."""
+        p, s, sms = problem, space, problem.device.sms
+        tiles = -(-rows // s.block_m) * -(-p.N // s.block_n)
+        steps = np.ceil(max(p.K, 1) / s.block_k)
+        length = np.ceil(steps / s.split_k)
+        parts = np.ceil(steps / length)
+        waves = np.ceil(tiles * parts / (sms * resident))
+        programs = np.where(waves > 1, waves * resident, np.ceil(tiles * parts / sms))
+        return cls(programs, waves, parts, length)
