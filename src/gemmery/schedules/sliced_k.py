@@ -157,8 +157,8 @@ class SlicedK(Tile):
         A multiprocessor multiplies the units of its programs; it takes at least as long as a warp for its own. The
         activations of a program's part of K come from L2 before. The words come from memory. By measured times, this
         adds to the rest and does not overlap with it. Fitted to times of int4 on an H200
-        (`benchmarks/results/looks/sliced_k-bf16.json`, and seed 101 of `choices-bf16.json`), the seconds around a launch
-        to those of `sliced_k_starts-bf16.json`.
+        (`benchmarks/results/looks/sliced_k-bf16.json`, and seed 101 of `choices-bf16.json`); the seconds around a
+        launch to those of `sliced_k_starts-bf16.json`.
         """
         p, s = problem, space
         assert isinstance(p.b.staged, packed.StageFormat)
