@@ -49,22 +49,25 @@ def _of_e4m3(register: str, kind: str) -> str:
         return f"cvt.rn.f16x2.e4m3x2 {register}, both;"
     # Exponents of bfloat16 count from 2^-127, those of e4m3 from 2^-7. Conversions would take longer.
     return (
-        f"cvt.u32.u16 {register}, both; prmt.b32 {register}, {register}, 0, 0x4140;"
-        f"and.b32 left8, {register}, 0x7f007f; shl.b32 left8, left8, 4; and.b32 right8, {register}, 0x800080;"
-        f"shl.b32 right8, right8, 8; or.b32 left8, left8, right8; mov.b32 right8, 0x7b807b80;"
-        f"mul.rn.bf16x2 {register}, left8, right8;"
+        f"cvt.u32.u16 {register}, both; prmt.b32 {register}, {register}, 0, 0x1404; shr.u32 left8, {register}, 4;"
+        f"and.b32 left8, left8, 0x07f007f0; lop3.b32 {register}, {register}, 0x80008000, left8, 0xEA;"
+        f"mov.b32 right8, 0x7b807b80; mul.rn.bf16x2 {register}, {register}, right8;"
     )
 
 
 def _of_int8(register: str, kind: str) -> str:
-    """The same of integers, which become the lower bits of floating-point numbers from 2^23 on."""
-    parts = "".join(
-        f"prmt.b32 left8, {register}, right8, 0x744{n}; mov.b32 {x}, left8; add.f32 {x}, {x}, 0fcb000080;"
-        for n, x in enumerate("st")
-    )
+    """The same of integers, whose bits become the last ones of a larger number, from which another is subtracted."""
+    pair = f"cvt.u32.u16 {register}, both; prmt.b32 {register}, {register}, 0, 0x4140;"
+    if kind == "f16":
+        # 1024 and the integer with 128 added.
+        return (
+            f"{pair} mov.b32 left8, 0x64006400; lop3.b32 {register}, {register}, 0x00800080, left8, 0xBE;"
+            f"mov.b32 right8, 0x64806480; sub.rn.f16x2 {register}, {register}, right8;"
+        )
+    # 128 and the last seven bits, minus 256 where the integer is negative and minus 128 elsewhere.
     return (
-        f"cvt.u32.u16 {register}, both; xor.b32 {register}, {register}, 0x8080; mov.b32 right8, 0x4b000000; {parts}"
-        f"cvt.rn.{kind}x2.f32 {register}, t, s;"
+        f"{pair} mov.b32 right8, 0x43004300; lop3.b32 left8, {register}, 0x007f007f, right8, 0xEA;"
+        f"lop3.b32 right8, {register}, 0x00800080, right8, 0xEA; sub.rn.bf16x2 {register}, left8, right8;"
     )
 
 
@@ -280,7 +283,7 @@ class SparseStage(NamedTuple):
         if not self.code:
             return text
         kept = [x for one in each for x in _registers(*one)]
-        return f"{text} .reg .b32 {', '.join(kept)}, bytes, left8, right8; .reg .b16 both; .reg .f32 s, t;"
+        return f"{text} .reg .b32 {', '.join(kept)}, bytes, left8, right8; .reg .b16 both;"
 
     def _word(self, which: int, i: int, half: int) -> str:
         """The register of an instruction's metadata."""

@@ -195,15 +195,30 @@ def multiply_step(acc, weight, activations, KIND: gl.constexpr):
 
 
 @gluon.jit
-def sums_of(acc):
-    """The sums of warps that share K, as a block (rows of activations, rows of the weight)."""
+def block_of_sums(acc):
+    """The sums of all warps, as a block (warps along K times rows of activations, rows of the weight)."""
     upper, lower = acc
+    K_WARPS: gl.constexpr = upper.shape[0]
     N_WARPS: gl.constexpr = upper.shape[1]
     TILES: gl.constexpr = upper.shape[3]
-    both = gl.sum(gl.join(upper, lower), 0)
-    # Warp, g, t, tile, row g or g + 8, column 2 t or 2 t + 1, and which 16 rows.
-    each = both.reshape([N_WARPS, 8, 4, TILES, 2, 2, 2]).permute((3, 2, 5, 0, 6, 4, 1))
-    return each.reshape([TILES * 8, N_WARPS * BLOCK])
+    # Warps along K and N, g, t, tile, row g or g + 8, column 2 t or 2 t + 1, and which 16 rows.
+    each = gl.join(upper, lower).reshape([K_WARPS, N_WARPS, 8, 4, TILES, 2, 2, 2])
+    return each.permute((0, 4, 3, 6, 1, 7, 5, 2)).reshape([K_WARPS * TILES * 8, N_WARPS * BLOCK])
+
+
+@gluon.jit
+def sum_of_warps(acc, LAYOUT: gl.constexpr):
+    """The sum over the warps that share K, a block (rows of activations, rows of the weight)."""
+    K_WARPS: gl.constexpr = acc[0].shape[0]
+    ROWS: gl.constexpr = acc[0].shape[3] * 8
+    blocks = block_of_sums(acc)
+    # Lanes of a warp store to every second row, and to eight columns.
+    SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 4, [1, 0])
+    shared = gl.allocate_shared_memory(gl.float32, blocks.shape, SWIZZLED, blocks)
+    total = shared.slice(0, ROWS).load(LAYOUT)
+    for i in gl.static_range(1, K_WARPS):
+        total += shared.slice(i * ROWS, ROWS).load(LAYOUT)
+    return total
 
 
 @gluon.jit
@@ -212,7 +227,7 @@ def multiply(
     KIND: gl.constexpr, ROWS: gl.constexpr, K_WARPS: gl.constexpr, N_WARPS: gl.constexpr, PAIRED: gl.constexpr,
     AHEAD: gl.constexpr,
 ):  # fmt: skip
-    """The sums of a program's tile, over steps from `first` on to `last`; see `sums_of`.
+    """The sums of a program's tile, over steps from `first` on to `last`, in fragments of all warps.
 
     Args:
         x: pointer to the tile's first row of activations.
@@ -260,7 +275,7 @@ def multiply(
             acc = multiply_step(acc, weight[i], staged.index(i), KIND)
             following += (load_weight(given, (step + AHEAD + i) * STEP, end),)  # type: ignore[assignment]
         weight = following
-    return sums_of(acc)
+    return acc
 
 
 @gluon.jit
@@ -317,7 +332,7 @@ def gemm_sliced_sparse(
     )  # fmt: skip
     # Its columns from 32 on are in other registers, so that halves of them are.
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2], [2, 16], [K_WARPS * N_WARPS, 1], [1, 0])
-    acc = gl.convert_layout(acc, LAYOUT)
+    acc = sum_of_warps(acc, LAYOUT)
     done = True
     if workspace is not None:
         partials, semaphores = workspace
