@@ -25,7 +25,7 @@ BLOCK, WORDS_BYTES = 32, 128
 #: The upper half of the matrix descriptor of the kept numbers: swizzled by 64 bytes, 512 bytes from one 8 rows to the
 #: next.
 _HEAD = 2 << 30 | 32
-#: Steps of a round of the loop, a power of two.
+#: Steps of a round of the loop.
 TOGETHER = 2
 #: Units of 16 bytes from 64 rows of kept numbers to the next.
 _UNITS = 256
@@ -43,21 +43,26 @@ def _registers(which: int, i: int, half: int) -> list[str]:
     return [f"kept{which}{i}{half}{n}" for n in range(4)]
 
 
-def _of_e4m3(register: str, kind: str) -> str:
+def _pairs(which: int, i: int) -> list[str]:
+    """The registers of pairs of kept numbers of 8 bits, which become those of both halves of a step."""
+    return [f"both{which}{i}{n}" for n in range(8)]
+
+
+def _of_e4m3(register: str, both: str, kind: str) -> str:
     """Assembly that makes a pair of numbers of two bytes in `both`, neither of which is NaN: one would become 480."""
     if kind == "f16":
-        return f"cvt.rn.f16x2.e4m3x2 {register}, both;"
+        return f"cvt.rn.f16x2.e4m3x2 {register}, {both};"
     # Exponents of bfloat16 count from 2^-127, those of e4m3 from 2^-7. Conversions would take longer.
     return (
-        f"cvt.u32.u16 {register}, both; prmt.b32 {register}, {register}, 0, 0x1404; shr.u32 left8, {register}, 4;"
+        f"cvt.u32.u16 {register}, {both}; prmt.b32 {register}, {register}, 0, 0x1404; shr.u32 left8, {register}, 4;"
         f"and.b32 left8, left8, 0x07f007f0; lop3.b32 {register}, {register}, 0x80008000, left8, 0xEA;"
         f"mov.b32 right8, 0x7b807b80; mul.rn.bf16x2 {register}, {register}, right8;"
     )
 
 
-def _of_int8(register: str, kind: str) -> str:
+def _of_int8(register: str, both: str, kind: str) -> str:
     """The same of integers, whose bits become the last ones of a larger number, from which another is subtracted."""
-    pair = f"cvt.u32.u16 {register}, both; prmt.b32 {register}, {register}, 0, 0x4140;"
+    pair = f"cvt.u32.u16 {register}, {both}; prmt.b32 {register}, {register}, 0, 0x4140;"
     if kind == "f16":
         # 1024 and the integer with 128 added.
         return (
@@ -203,14 +208,19 @@ class SparseStage(NamedTuple):
             "mad.lo.s32 place, quad, 2, place;"
         )
 
-    def _numbers(self, which: int, i: int, kind: str) -> str:
-        """Assembly that makes a thread's registers of the kept numbers of 64 rows and a step."""
+    def _stored(self, which: int, i: int) -> str:
+        """Assembly that loads a thread's kept numbers of 8 bits of 64 rows and a step."""
         lines = []
-        for n, register in enumerate(_registers(which, i, 0) + _registers(which, i, 1)):
+        for n, register in enumerate(_pairs(which, i)):
             half, rest = divmod(n, 4)
             at = ROWS * ROW8 * i + 16 * half + 8 * (rest // 2) + 8 * ROW8 * (rest % 2)
-            lines.append(f"ld.shared.b16 both, [bytes + {at}]; {DECODE[self.code](register, kind)}")
+            lines.append(f"ld.shared.b16 {register}, [bytes + {at}];")
         return "".join(lines)
+
+    def _numbers(self, which: int, i: int, kind: str) -> str:
+        """Assembly that widens them."""
+        kept = _registers(which, i, 0) + _registers(which, i, 1)
+        return "".join(DECODE[self.code](*both, kind) for both in zip(kept, _pairs(which, i), strict=True))
 
     def _words(self, register: str, at: int) -> str:
         """Assembly that loads a thread's word of metadata, which is `at` bytes after its first one of the stage."""
@@ -240,17 +250,22 @@ class SparseStage(NamedTuple):
             declared += f" .reg .f32 n<{len(pairs)}>;"
             added = "".join(f"add.f32 {total}, {total}, {number};" for total, number in pairs)
 
-        def step(which: int) -> str:
+        def load(which: int) -> str:
             lines = [
                 f"{{ {arrived} }} mad.lo.s32 params, stage, {each}, first_params;",
                 self._loads(which, len(sums)),
+                f"mov.b32 x{which}, x; mov.b32 y{which}, y;",
             ]
             if self.code:
                 # The address in a matrix descriptor has 14 bits.
                 lines.append(
                     "and.b32 bytes, x, 0x3fff; shl.b32 bytes, bytes, 4; add.s32 bytes, bytes, place;"
                 )
-                lines += [self._numbers(which, i, kind) for i in own]
+                lines += [self._stored(which, i) for i in own]
+            return "".join(lines)
+
+        def multiply(which: int) -> str:
+            lines = [self._numbers(which, i, kind) for i in own] if self.code else []
             lines.append("wgmma.fence.sync.aligned;")
             for i in own:
                 for half in range(2):
@@ -263,15 +278,20 @@ class SparseStage(NamedTuple):
         def done(pending: int) -> str:
             return f"wgmma.wait_group.sync.aligned {pending}; {release('before')}"
 
-        # `before` is the stage of the step before the last one that began.
-        turn = "".join(f"{step(i % 2)} {done(1) if i else ''} {go_on}" for i in range(TOGETHER))
+        # `before` is the stage of the step before the last one of which registers were loaded.
+        if self.code or len(sums) > 1:
+            turn = f"{load(0)} {go_on} {load(1)} {multiply(0)} {multiply(1)}"
+        else:
+            # These products take less time, and waiting for two stages would delay the first ones.
+            turn = f"{load(0)} {multiply(0)} {go_on} {load(1)} {multiply(1)}"
+        turn += f"{done(1)} {go_on} {done(0)} {added}"
         few = (
             f"FEW: and.b32 rest, left, {TOGETHER - 1}; setp.eq.s32 few, rest, 0; @few bra.uni STEP;"
-            f"{step(0)} {go_on} {done(0)} {added} @more bra.uni FEW; bra.uni DONE;"
+            f"{load(0)} {multiply(0)} {go_on} {done(0)} {added} @more bra.uni FEW; bra.uni DONE;"
         )
         return (
             f"{{ .reg .pred few; .reg .b32 rest; {declared} \n{few}\n"
-            f"STEP: {turn} {done(0)} {added} @more bra.uni STEP;\nDONE: {turns + ends} }}"
+            f"STEP: {turn} @more bra.uni STEP;\nDONE: {turns + ends} }}"
         )
 
     def _registers(self, count: int) -> str:
@@ -279,11 +299,14 @@ class SparseStage(NamedTuple):
         each = [(which, i, half) for which in range(2) for i in range(count) for half in range(2)]
         # Of numbers of 16 bits, a word serves two instructions.
         names = dict.fromkeys(self._word(*one) for one in each)
-        text = f".reg .b32 {', '.join(names)};"
+        text = f".reg .b32 {', '.join(names)}, x0, x1, y0, y1;"
         if not self.code:
             return text
         kept = [x for one in each for x in _registers(*one)]
-        return f"{text} .reg .b32 {', '.join(kept)}, bytes, left8, right8; .reg .b16 both;"
+        pairs = [x for which in range(2) for i in range(count) for x in _pairs(which, i)]
+        return (
+            f"{text} .reg .b32 {', '.join(kept)}, bytes, left8, right8; .reg .b16 {', '.join(pairs)};"
+        )
 
     def _word(self, which: int, i: int, half: int) -> str:
         """The register of an instruction's metadata."""
@@ -312,8 +335,8 @@ class SparseStage(NamedTuple):
         # Each thread of a warp has metadata of 64 columns of fp8; of 32 columns of the others, half of the threads.
         depth, selector = (64, 0) if self.fp8 else (32, half)
         return (
-            f"add.s32 own, x, {_UNITS * i + 2 * half}; mov.b64 own_x, {{own, {_HEAD}}};"
-            f"add.s32 own, y, {half * (256 if turned else 4)}; mov.b64 own_y, {{own, {HEAD}}};"
+            f"add.s32 own, x{which}, {_UNITS * i + 2 * half}; mov.b64 own_x, {{own, {_HEAD}}};"
+            f"add.s32 own, y{which}, {half * (256 if turned else 4)}; mov.b64 own_y, {{own, {HEAD}}};"
             f"wgmma.mma_async.sp.sync.aligned.m64n{2 * len(sums)}k{depth}.f32.{KIND}"
             f" {{{', '.join(sums)}}}, {x}, own_y, {self._word(which, i, half)}, {selector}, {int(adds)}, {behind};"
         )

@@ -105,10 +105,10 @@ def load_weight(given, k, end):
     """
     words, metadata, upper, lower, columns, places, own, blocks = given
     inside = k + columns < end
-    first = gl.load(words + k // 4 + upper, mask=inside, other=0, eviction_policy="evict_first")
-    second = gl.load(words + k // 4 + lower, mask=inside, other=0, eviction_policy="evict_first")
+    first = gl.load(words + k // 4 + upper, mask=inside, other=0)
+    second = gl.load(words + k // 4 + lower, mask=inside, other=0)
     places = metadata + k // 32 * (blocks * BLOCK) + places
-    bits = gl.load(places, mask=k + own < end, other=NO_PLACES, eviction_policy="evict_first")
+    bits = gl.load(places, mask=k + own < end, other=NO_PLACES)
     return first, second, bits
 
 

@@ -115,7 +115,7 @@ class Rules(NamedTuple):
 #: The tiles of sparse weights are limited by the bandwidth of shared memory. Large tiles need less of it, so they have
 #: the largest accumulators, and gain most from widths between. Warpgroups that take turns wait too often for products.
 _SPARSE = Rules(
-    "sparse", "a sparse weight", numbers=Numbers({1: 128, 2: 176, 3: 96}), each=8, takes_turns=False, band=0.5
+    "sparse", "a sparse weight", numbers=Numbers({1: 128, 2: 176, 3: 96}), each=8, takes_turns=False, band=0.6
 )
 #: By `Stage.kind`, and "" for plain matrices.
 RULES = {
