@@ -304,9 +304,7 @@ class SparseStage(NamedTuple):
             return text
         kept = [x for one in each for x in _registers(*one)]
         pairs = [x for which in range(2) for i in range(count) for x in _pairs(which, i)]
-        return (
-            f"{text} .reg .b32 {', '.join(kept)}, bytes, left8, right8; .reg .b16 {', '.join(pairs)};"
-        )
+        return f"{text} .reg .b32 {', '.join(kept)}, bytes, left8, right8; .reg .b16 {', '.join(pairs)};"
 
     def _word(self, which: int, i: int, half: int) -> str:
         """The register of an instruction's metadata."""

@@ -70,9 +70,8 @@ class Schedule:
         universal: whether it runs every problem on every GPU, with some config.
         archs, versions: architectures and versions of Triton for which it is written; empty for all.
         reason: when it is chosen, for `gemmery doctor`.
-        chosen_on, chosen_with: architectures on which, and versions of Triton with which, it is chosen untuned, since
-            it was measured to be faster there; None for all. Elsewhere its configs come last: a tuner measures them,
-            and a config may name them.
+        chosen_on: architectures on which it is chosen untuned, since it was measured to be faster there; None for all.
+            Elsewhere its configs come last: a tuner measures them, and a config may name them.
         instead: what replaces it where it does not run; "" if this needs no mention.
         instruction: the matrix instruction of its kernels in PTX, if it is not the architecture's usual one.
         splits: parts along K that are considered for rows of tiles that say `splits`.
@@ -93,7 +92,6 @@ class Schedule:
     versions: tuple[str, ...] = ()
     reason: ClassVar[str] = ""
     chosen_on: ClassVar[tuple[str, ...] | None] = None
-    chosen_with: ClassVar[tuple[str, ...] | None] = None
     instead: ClassVar[str] = ""
     instruction: ClassVar[str] = ""
     splits: tuple[int, ...] = ()
@@ -114,9 +112,8 @@ class Schedule:
         return self.available() and (not self.archs or arch.name in self.archs)
 
     def is_chosen_on(self, arch: Arch) -> bool:
-        """Whether it is chosen on an architecture, with this version of Triton, without a measurement there."""
-        is_fast = self.chosen_on is None or arch.name in self.chosen_on
-        return is_fast and (self.chosen_with is None or triton_version() in self.chosen_with)
+        """Whether it is chosen on an architecture without a measurement there."""
+        return self.chosen_on is None or arch.name in self.chosen_on
 
     def needs(self, problem: Problem) -> Iterator[tuple[bool, str]]:
         """The conditions on a problem under which some config runs it, whatever the number of rows.

@@ -37,19 +37,17 @@ MOST, MOST_SIZE = 1 << 33, 1 << 30
 AHEAD = 4
 #: Registers of a thread, at most; of a multiprocessor.
 MOST_REGISTERS, REGISTERS = 255, 65536
-#: By architecture: the rows of activations up to which it is considered, where other kernels are faster for more.
-FEW = {"sm_90": 8}
 
 #: Seconds around a launch, the additional ones with more than two steps at a time, and those of each wave of programs
 #: after the first.
-START, DEEP, WAVE = 3.93e-6, 0.535e-6, 1.43e-6
+START, DEEP, WAVE = 3.80e-6, 0.535e-6, 1.43e-6
 #: Seconds of a multiprocessor for a warp's step with 8 rows, and those until the steps that were loaded at a time are
 #: done.
-STEP_TIME, WAIT = 0.0384e-6, 0.695e-6
+STEP_TIME, WAIT = 0.0338e-6, 0.721e-6
 #: Seconds that parts of a tile take to meet.
-REDUCTION = 1.155e-6
-#: The stream of the weight from memory.
-MEMORY = Stream(long=0.956, short=1.257, ramp=4.38e-6)
+REDUCTION = 1.123e-6
+#: The stream of the weight from memory, and the bytes a second that all programs together load from L2.
+MEMORY, L2 = Stream(long=0.956, short=1.257, ramp=4.38e-6), 8.46e12
 
 
 class SlicedSparse(Tile):
@@ -66,12 +64,11 @@ class SlicedSparse(Tile):
     archs = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_120")
     # Those whose Gluon has the names that the kernel is written in.
     versions = ("3.6", "3.7", "3.8", "3.9")
-    reason = "chosen for 2:4 sparse weights and few rows on Hopper with Triton 3.9, where it is predicted to be fastest"
+    reason = "chosen for 2:4 sparse weights and few rows on Hopper, where it is predicted to be fastest"
     instruction = "mma.sp::ordered_metadata"
     splits = (2, 4, 8)
-    # Other GPUs have not timed it (docs/sparse.md). An H200 took up to a third longer with the code of Triton 3.6.
+    # Other GPUs have not timed it (docs/sparse.md).
     chosen_on = ("sm_90",)
-    chosen_with = ("3.9",)
 
     def needs(self, problem: Problem) -> Iterator[tuple[bool, str]]:
         p = problem
@@ -92,8 +89,7 @@ class SlicedSparse(Tile):
         yield needs_only_its_block(p), "an epilogue that reduces no rows"
 
     def considers(self, problem: Problem, rows: Floats) -> np.ndarray:
-        most = FEW.get(problem.device.target.name, max(ROWS))
-        return (np.asarray(rows) <= most) & (not problem.batch_invariant)
+        return (np.asarray(rows) <= max(ROWS)) & (not problem.batch_invariant)
 
     def takes(self, config: Config, forms: Forms) -> bool:
         is_sparse = forms.packed == SparseStage(paired=forms.paired)
@@ -136,7 +132,8 @@ class SlicedSparse(Tile):
     def resident(self, problem: Problem, columns: Space | Config, stage: Any) -> Any:
         """See `Tile.resident`. Blocks of the weight are in registers."""
         s = columns
-        shared = np.maximum(s.num_stages * s.block_m * s.block_k * 2, s.block_m * s.block_n * 4) + 1024
+        sums = s.block_k // DEPTH * s.block_m * s.block_n * 4
+        shared = np.maximum(s.num_stages * s.block_m * s.block_k * 2, sums) + 1024
         # As ptxas allocates them; 2 * block_m are the words of a step's activations.
         each = np.minimum(76 + s.block_m + s.num_stages * (24 + 2 * s.block_m), MOST_REGISTERS)
         fit = np.minimum(problem.device.target.shared / shared, REGISTERS / (32 * s.num_warps * each))
@@ -146,18 +143,21 @@ class SlicedSparse(Tile):
         """See `Schedule.costs`.
 
         The steps of the busiest multiprocessor take at least as long as a program waits for its loads. The weight comes
-        from memory; this adds to the rest. Fitted to times of 44 products of up to 8 rows on an H200
-        (`benchmarks/results/looks/sliced_sparse-bf16.json`).
+        from memory; this adds to the rest. With more rows than a tile has, it comes from L2 several times. Fitted to
+        times of 82 products of up to 64 rows on an H200 (`benchmarks/results/looks/sliced_sparse-bf16.json`).
         """
         p, s = problem, space
         programs, waves, parts, length = Busiest.of(p, s, given.rows, self.resident(p, s, None))
         compute = programs * length * s.num_warps * STEP_TIME * (s.block_m / ROWS[0])
         waits = waves * np.ceil(length / s.num_stages) * WAIT
+        tiles = -(-given.rows // s.block_m) * -(-p.N // s.block_n)
+        step = s.block_k * (s.block_m * p.a.bits + s.block_n * p.b.bits) / 8
+        l2 = tiles * parts * length * step / L2
         once = START + DEEP * (s.num_stages > 2) + (waves - 1) * WAVE
         reduction = np.where(parts > 1, REDUCTION, 0.0)
-        body = np.maximum(compute, waits) + MEMORY.seconds(given.memory)
+        body = np.maximum(compute, waits) + np.maximum(MEMORY.seconds(given.memory), l2)
         return Costs(
-            body + once + reduction, compute, np.zeros(1), given.memory, once, reduction, np.zeros(1),
+            body + once + reduction, compute, l2, given.memory, once, reduction, np.zeros(1),
             waves * np.ones_like(body),
         )  # fmt: skip
 
