@@ -43,11 +43,11 @@ MOST_REGISTERS, REGISTERS = 255, 65536
 START, DEEP, WAVE = 3.80e-6, 0.535e-6, 1.43e-6
 #: Seconds of a multiprocessor for a warp's step with 8 rows, and those until the steps that were loaded at a time are
 #: done.
-STEP_TIME, WAIT = 0.0338e-6, 0.721e-6
+STEP_TIME, WAIT = 0.0335e-6, 0.80e-6
 #: Seconds that parts of a tile take to meet.
-REDUCTION = 1.123e-6
+REDUCTION = 1.15e-6
 #: The stream of the weight from memory, and the bytes a second that all programs together load from L2.
-MEMORY, L2 = Stream(long=0.956, short=1.257, ramp=4.38e-6), 8.46e12
+MEMORY, L2 = Stream(long=1.3, short=0.45, ramp=5.0e-6), 8.8e12
 
 
 class SlicedSparse(Tile):
