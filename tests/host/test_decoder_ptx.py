@@ -11,7 +11,7 @@ import triton.language as tl
 
 from gemmery.formats import packing
 from gemmery.formats.base import FORMATS
-from gemmery.kernels import decoders
+from gemmery.kernels import any_width_sparse, decoders
 
 BITS32 = 0xFFFFFFFF
 TYPES = {"bf16": (tl.bfloat16, torch.bfloat16), "fp16": (tl.float16, torch.float16)}
@@ -68,7 +68,11 @@ OPERATIONS = {
     "mul.lo": lambda a, b: a * b,
     "dp2a.lo": lambda a, b, c: (a & 0xFFFF) * (b & 0xFF) + (a >> 16) * (b >> 8 & 0xFF) + c,
     "mul.bf16x2": lambda a, b: halves(lambda x, y: x * y, torch.bfloat16, a, b),
+    "mul.rn.bf16x2": lambda a, b: halves(lambda x, y: x * y, torch.bfloat16, a, b),
     "mul.f16x2": lambda a, b: halves(lambda x, y: x * y, torch.float16, a, b),
+    "sub.rn.bf16x2": lambda a, b: halves(lambda x, y: x - y, torch.bfloat16, a, b),
+    "sub.rn.f16x2": lambda a, b: halves(lambda x, y: x - y, torch.float16, a, b),
+    "cvt.u32.u16": lambda a: a & 0xFFFF,
     "fma.rn.bf16x2": lambda a, b, c: halves(lambda x, y, z: x * y + z, torch.bfloat16, a, b, c),
     "cvt.rn.f16x2.e4m3x2": lambda a: from_fp8(a, torch.float8_e4m3fn),
     "cvt.rn.f16x2.e5m2x2": lambda a: from_fp8(a, torch.float8_e5m2),
@@ -127,3 +131,18 @@ def test_ptx_gives_the_numbers_of_a_packed_weight(name, dtype, asm):
                     torch.testing.assert_close(
                         got.double(), own.to(torch_type).double(), rtol=0, atol=0, equal_nan=True
                     )
+
+
+@pytest.mark.parametrize("kind", ["bf16", "f16"])
+@pytest.mark.parametrize("code", any_width_sparse.DECODE)
+def test_kept_numbers_of_8_bits_are_widened_exactly(code, kind):
+    stored = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}[code]
+    widened = torch.bfloat16 if kind == "bf16" else torch.float16
+    want = torch.arange(256, dtype=torch.uint8).view(stored).double()
+    text = f"{any_width_sparse.DECODE[code]('$0', '$2', kind)} mov.b32 $1, 0;"
+    for low in range(256):
+        high = 37 * low % 256
+        found, _ = run(text, [low | high << 8, 0])
+        for which, shift in ((low, 0), (high, 16)):
+            if not want[which].isnan():
+                assert number(found >> shift & 0xFFFF, widened) == want[which]

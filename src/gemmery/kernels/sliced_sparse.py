@@ -105,6 +105,7 @@ def load_weight(given, k, end):
     """
     words, metadata, upper, lower, columns, places, own, blocks = given
     inside = k + columns < end
+    # With an eviction policy, the assembler of Triton 3.6 and 3.7 makes one before each load, which takes long.
     first = gl.load(words + k // 4 + upper, mask=inside, other=0)
     second = gl.load(words + k // 4 + lower, mask=inside, other=0)
     places = metadata + k // 32 * (blocks * BLOCK) + places
