@@ -936,6 +936,7 @@ def test_sparse_weights_of_so_many_steps(steps):
         forms = f"sparse{' pairs' * format.paired}", "rows"
         emulate(seed, 2, 128, 72, 3, False, (256, 144, 64 * steps), 1, forms, False, False, str(format))
         emulate(seed, 1, 64, 64, 4, False, (128, 192, 64 * steps - 32), 1, forms, False, False, str(format))
+        emulate(seed, 2, 256, 72, 3, False, (256, 256, 64 * steps), 1, forms, False, False, str(format))
 
 
 def skipping_none(stage, phase, steps, stages):

@@ -9,10 +9,9 @@ belongs to one row: it is made of halves of two stored words.
 Kept numbers of 8 bits are not swizzled if the other operand has 16 bits. Each thread reads its share of them and
 widens them to 16 bits, and the tensor cores take these from registers, too.
 
-The tensor cores read registers while they multiply. So there are two sets of registers: one step is loaded while the
-other is multiplied. After every `TOGETHER` steps a warpgroup waits for all of its products. If some stayed in flight
-from one round of the loop to the next, the assembler of Triton 3.6 to 3.9 would make each product wait for the one
-before.
+The tensor cores read registers while they multiply. So there are two sets of registers, one for each step of a round.
+After every round of `TOGETHER` steps a warpgroup waits for all of its products. If some stayed in flight from one round
+of the loop to the next, the assembler of Triton 3.6 to 3.9 would make each product wait for the one before.
 """
 
 from collections.abc import Callable
@@ -25,7 +24,7 @@ BLOCK, WORDS_BYTES = 32, 128
 #: The upper half of the matrix descriptor of the kept numbers: swizzled by 64 bytes, 512 bytes from one 8 rows to the
 #: next.
 _HEAD = 2 << 30 | 32
-#: Steps of a round of the loop.
+#: Steps of a round of the loop, which is written for two.
 TOGETHER = 2
 #: Units of 16 bytes from 64 rows of kept numbers to the next.
 _UNITS = 256
@@ -278,7 +277,7 @@ class SparseStage(NamedTuple):
         def done(pending: int) -> str:
             return f"wgmma.wait_group.sync.aligned {pending}; {release('before')}"
 
-        # `before` is the stage of the step before the last one of which registers were loaded.
+        # `go_on` sets `before` to the stage that it leaves.
         if self.code or len(sums) > 1:
             turn = f"{load(0)} {go_on} {load(1)} {multiply(0)} {multiply(1)}"
         else:
