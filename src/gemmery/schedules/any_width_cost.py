@@ -117,10 +117,8 @@ def _of_matrix(
 ) -> Floats:
     """`Terms.products` of plain matrices."""
     turned = TURNED if p.a.col != 1 and p.b.row != 1 else 0.0
-    seconds: Floats = compute * (1 + EDGE / y) * (1 + (turned / y) ** 2) * _summing(p, groups, y)
-    if not p.b.by_steps:
-        return seconds
-    return seconds * np.where(s.split_k > 1, SCALED_CUT.get(triton_version(), OTHERS_CUT), 1.0)
+    seconds: Floats = compute * (1 + EDGE / y) * (1 + (turned / y) ** 2) * _summing(p, s, groups, y)
+    return seconds
 
 
 def _of_packed(
@@ -141,7 +139,7 @@ def _of_sparse(
 
     Shared memory has as much bandwidth as the products of Y alone take. X is read too, and both are written.
     """
-    seconds: Floats = compute * SPARSE * (1 + SPARSE_Y / y + SPARSE_X / x) * _summing(p, groups, y)
+    seconds: Floats = compute * SPARSE * (1 + SPARSE_Y / y + SPARSE_X / x) * _summing(p, s, groups, y)
     return seconds
 
 
@@ -211,16 +209,18 @@ def _beyond_l2(problem: Problem, given: Given, beyond: float) -> Floats:
     return factor
 
 
-def _summing(problem: Problem, groups: Floats, y: Floats) -> Floats:
+def _summing(problem: Problem, space: Space, groups: Floats, y: Floats) -> Floats:
     """The factor by which promotion or scaling slows the products.
 
     Args:
         groups: warpgroups that share a tile.
         y: columns of the tile.
     """
-    by_groups = SCALING if problem.b.by_steps else PROMOTING if promotes(problem) else (1.0, 1.0, 1.0)
-    factor: Floats = np.asarray(by_groups)[groups - 1]
-    return factor + SCALED_EDGE / y if problem.b.by_steps else factor
+    if not problem.b.by_steps:
+        by_groups = PROMOTING if promotes(problem) else (1.0, 1.0, 1.0)
+        return np.asarray(np.asarray(by_groups)[groups - 1])
+    cut = np.where(space.split_k > 1, SCALED_CUT.get(triton_version(), OTHERS_CUT), 1.0)
+    return np.asarray((np.asarray(SCALING)[groups - 1] + SCALED_EDGE / y) * cut)
 
 
 def _least_of_step(
