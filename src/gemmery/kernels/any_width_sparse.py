@@ -219,7 +219,7 @@ class SparseStage(NamedTuple):
     def _numbers(self, which: int, i: int, kind: str) -> str:
         """Assembly that widens them."""
         kept = _registers(which, i, 0) + _registers(which, i, 1)
-        return "".join(DECODE[self.code](*both, kind) for both in zip(kept, _pairs(which, i), strict=True))
+        return "".join(DECODE[self.code](*pair, kind) for pair in zip(kept, _pairs(which, i), strict=True))
 
     def _words(self, register: str, at: int) -> str:
         """Assembly that loads a thread's word of metadata, which is `at` bytes after its first one of the stage."""

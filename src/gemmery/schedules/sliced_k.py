@@ -164,7 +164,7 @@ class SlicedK(Tile):
         assert isinstance(p.b.staged, packed.StageFormat)
         bundle, strips = _bundle(s.block_n, s.num_warps, int(p.b.bits)), s.block_n / STRIP
         resident = np.array([_resident(_shape(config, p.b.staged)) for config in s.configs])
-        programs, waves, parts, length = Busiest.of(p, s, given.rows, resident)
+        programs, waves, parts, length, _ = Busiest.of(p, s, given.rows, resident)
         compute = programs * strips * length * STRIP_TIME
         waits = waves * np.ceil(strips / bundle * length / s.num_warps) * WAIT * (1 + bundle)
         rows = np.minimum(given.rows, s.block_m)

@@ -46,8 +46,8 @@ START, DEEP, WAVE = 3.80e-6, 0.535e-6, 1.43e-6
 STEP_TIME, WAIT = 0.0335e-6, 0.80e-6
 #: Seconds that parts of a tile take to meet.
 REDUCTION = 1.15e-6
-#: The stream of the weight from memory, and the bytes a second that all programs together load from L2.
-MEMORY, L2 = Stream(long=1.3, short=0.45, ramp=5.0e-6), 8.8e12
+#: The stream of the weight from memory; the share of the bandwidth from L2 of all multiprocessors that is reached.
+MEMORY, L2 = Stream(long=1.3, short=0.45, ramp=5.0e-6), 0.538
 
 
 class SlicedSparse(Tile):
@@ -146,13 +146,12 @@ class SlicedSparse(Tile):
         from memory; this adds to the rest. With more rows than a tile has, it comes from L2 several times. Fitted to
         times of products of up to 64 rows on an H200 (`benchmarks/results/looks/sliced_sparse-bf16.json`).
         """
-        p, s = problem, space
-        programs, waves, parts, length = Busiest.of(p, s, given.rows, self.resident(p, s, None))
+        p, s, device = problem, space, problem.device
+        programs, waves, parts, length, units = Busiest.of(p, s, given.rows, self.resident(p, s, None))
         compute = programs * length * s.num_warps * STEP_TIME * (s.block_m / ROWS[0])
         waits = waves * np.ceil(length / s.num_stages) * WAIT
-        tiles = -(-given.rows // s.block_m) * -(-p.N // s.block_n)
         step = s.block_k * (s.block_m * p.a.bits + s.block_n * p.b.bits) / 8
-        l2 = tiles * parts * length * step / L2
+        l2 = units * length * step / (L2 * device.sms * device.sm_bandwidth)
         once = START + DEEP * (s.num_stages > 2) + (waves - 1) * WAVE
         reduction = np.where(parts > 1, REDUCTION, 0.0)
         body = np.maximum(compute, waits) + np.maximum(MEMORY.seconds(given.memory), l2)

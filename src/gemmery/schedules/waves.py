@@ -158,12 +158,14 @@ class Busiest(NamedTuple):
         waves: how many of these follow each other.
         parts: of a tile along K.
         length: steps of a part.
+        units: parts of all tiles of the launch.
     """
 
     programs: Floats
     waves: Floats
     parts: Floats
     length: Floats
+    units: Floats
 
     @classmethod
     def of(cls, problem: Problem, space: Space, rows: Floats, resident: Floats) -> Busiest:
@@ -173,6 +175,7 @@ class Busiest(NamedTuple):
         steps = np.ceil(max(p.K, 1) / s.block_k)
         length = np.ceil(steps / s.split_k)
         parts = np.ceil(steps / length)
-        waves = np.ceil(tiles * parts / (sms * resident))
-        programs = np.where(waves > 1, waves * resident, np.ceil(tiles * parts / sms))
-        return cls(programs, waves, parts, length)
+        units = tiles * parts
+        waves = np.ceil(units / (sms * resident))
+        programs = np.where(waves > 1, waves * resident, np.ceil(units / sms))
+        return cls(programs, waves, parts, length, units)
