@@ -40,6 +40,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from . import any_width_given as given
 from .any_width_acc import BLOCK8, in_block, zeros_of
+from .any_width_cluster import LOADERS, arrive_in_cluster, finish_in_cluster
 from .any_width_cut import combine
 from .any_width_finish import finish_tile, slots_of
 from .any_width_load import (
@@ -157,13 +158,16 @@ def placed(
 @gluon.jit
 def produce(
     ring, first, shape, state, tile, loads, PLACE: gl.constexpr, X_ROWS: gl.constexpr, STEP: gl.constexpr,
-    SWAP: gl.constexpr, FORMAT: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr, BARRIERS_AT: gl.constexpr,
+    SWAP: gl.constexpr, CLUSTERED: gl.constexpr, FORMAT: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr,
+    BARRIERS_AT: gl.constexpr,
 ):  # fmt: skip
     """Loads the blocks that `consume` multiplies, in the same order, after those that `begin` has loaded.
 
     Args:
         first: what `corner` says of the program's first unit.
     """
+    if CLUSTERED:
+        arrive_in_cluster()
     stages = ring[1]
     x_box, x_size, y_box, y_size, streams = loads
     stage = gl.to_tensor(0)
@@ -181,6 +185,7 @@ def produce(
         load_steps(
             shared_at(BARRIERS_AT), stage, phase, stages, first_k, last_k, row, x_box, x_size, col, tile[0], y_box,
             y_size, streams, end if in_ranges(X_FORM, Y_FORM) else batch, X_ROWS, STEP, FORMAT, X_FORM, Y_FORM,
+            CLUSTERED,
         )  # fmt: skip
         stage, phase = later(stage, phase, gl.cdiv(last_k - first_k, STEP), stages)
 
@@ -273,15 +278,17 @@ def consume(
     out, slots, ring, first, step_args, args, workspace, shape, state, tile, GROUP: gl.constexpr, GROUPS: gl.constexpr,
     PLACE: gl.constexpr, READY: gl.constexpr, GIVEN: gl.constexpr, SECOND: gl.constexpr, EPILOGUE: gl.constexpr,
     CAST: gl.constexpr, KIND: gl.constexpr, PROMOTES: gl.constexpr, EVERY: gl.constexpr, X_ROWS: gl.constexpr,
-    WIDTHS: gl.constexpr, SWAP: gl.constexpr, LOOPS: gl.constexpr, PINGPONG: gl.constexpr, FORMAT: gl.constexpr,
-    X_FORM: gl.constexpr, Y_FORM: gl.constexpr, BUFFERS: gl.constexpr, PART: gl.constexpr, RING_BYTES: gl.constexpr,
-    BARRIERS_AT: gl.constexpr,
+    WIDTHS: gl.constexpr, SWAP: gl.constexpr, CLUSTERED: gl.constexpr, LOOPS: gl.constexpr, PINGPONG: gl.constexpr,
+    FORMAT: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr, BUFFERS: gl.constexpr, PART: gl.constexpr,
+    RING_BYTES: gl.constexpr, BARRIERS_AT: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup's part of the work.
 
     Args:
         first: what `corner` says of the program's first unit.
     """
+    if CLUSTERED:
+        arrive_in_cluster()
     stages, width = ring[1], tile[0]
     units, whole, parts = state[0], state[1], state[2]
     OWN: gl.constexpr = X_ROWS if PINGPONG else X_ROWS // GROUPS
@@ -347,36 +354,42 @@ def consume(
             # One thread arrives, for all four warps.
             barrier()
             mbarrier.arrive(unused(ring))
-        done = unit >= 0
-        cut = None
-        if workspace is not None:
-            cut = (unit >= whole, 0, parts, 0, 0)
-            if unit >= whole:
-                done, cut = combine(
-                    acc, unit, ring, state, workspace, width, OWN, PART, GROUP, GROUPS, RING_BYTES
-                )
-                if GIVEN is not None and done:
-                    given.read_first(
-                        out, (row + FIRST, col, width), total, taken, own_slot, False, GIVEN[0], GROUP, SWAP, EACH,
-                        BUFFERS, PART, BARRIERS_AT,
-                    )  # fmt: skip
-        spread, first_slot = slots_of(
-            ring, unit + programs >= units, unit < whole, width, own_slot, workspace is not None, FIRST, PINGPONG,
-            X_FORM, SECOND, PART,
-        )  # fmt: skip
         of_output = (end, shape[1], batch)
         if in_groups(X_FORM, Y_FORM):
             of_output += (state[7][1],)  # type: ignore[assignment]
         if in_ranges(X_FORM, Y_FORM):
             of_output = (shape[0], shape[1], batch)
-        if done:
-            finish_tile(
-                acc, out, slots, ring, args, of_output, row + FIRST, col, width, spread,
-                first_slot, own_slot, cut, taken, GIVEN, SECOND, GROUP, EPILOGUE, CAST, SWAP, LOOPS, X_FORM, Y_FORM,
-                OWN, X_ROWS, BUFFERS, PART, BARRIERS_AT,
+        if CLUSTERED:
+            finish_in_cluster(
+                acc, out, slots, ring, args, of_output, row + FIRST, col, width, parts, own_slot, GROUP, EPILOGUE, CAST,
+                SWAP, X_FORM, Y_FORM, OWN, BUFFERS, PART, RING_BYTES, BARRIERS_AT,
             )  # fmt: skip
-            if GIVEN is not None:
-                taken += total
+        else:
+            done = unit >= 0
+            cut = None
+            if workspace is not None:
+                cut = (unit >= whole, 0, parts, 0, 0)
+                if unit >= whole:
+                    done, cut = combine(
+                        acc, unit, ring, state, workspace, width, OWN, PART, GROUP, GROUPS, RING_BYTES
+                    )
+                    if GIVEN is not None and done:
+                        given.read_first(
+                            out, (row + FIRST, col, width), total, taken, own_slot, False, GIVEN[0], GROUP, SWAP, EACH,
+                            BUFFERS, PART, BARRIERS_AT,
+                        )  # fmt: skip
+            spread, first_slot = slots_of(
+                ring, unit + programs >= units, unit < whole, width, own_slot, workspace is not None, FIRST, PINGPONG,
+                X_FORM, SECOND, PART,
+            )  # fmt: skip
+            if done:
+                finish_tile(
+                    acc, out, slots, ring, args, of_output, row + FIRST, col, width, spread,
+                    first_slot, own_slot, cut, taken, GIVEN, SECOND, GROUP, EPILOGUE, CAST, SWAP, LOOPS, X_FORM, Y_FORM,
+                    OWN, X_ROWS, BUFFERS, PART, BARRIERS_AT,
+                )  # fmt: skip
+                if GIVEN is not None:
+                    taken += total
         if PINGPONG:
             # The stages of the tile between are the other warpgroup's.
             own_steps += steps
@@ -402,8 +415,8 @@ def gemm_any_width(
     PLACE: gl.constexpr, READY: gl.constexpr, GROUP_OF: gl.constexpr, GIVEN: gl.constexpr, SECOND: gl.constexpr,
     EPILOGUE: gl.constexpr, CAST: gl.constexpr,
     KIND: gl.constexpr, PROMOTES: gl.constexpr, EVERY: gl.constexpr, X_ROWS: gl.constexpr, WIDTHS: gl.constexpr,
-    RING_ROWS: gl.constexpr, GROUPS: gl.constexpr, SWAP: gl.constexpr, LOOPS: gl.constexpr, PINGPONG: gl.constexpr,
-    FORMAT: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr, BUFFERS: gl.constexpr,
+    RING_ROWS: gl.constexpr, GROUPS: gl.constexpr, SWAP: gl.constexpr, CLUSTERED: gl.constexpr, LOOPS: gl.constexpr,
+    PINGPONG: gl.constexpr, FORMAT: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr, BUFFERS: gl.constexpr,
     REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr, SOURCE: gl.constexpr,
 ):  # fmt: skip
     """The kernel: as many programs as run at once process units in turn, first whole tiles, then parts of tiles.
@@ -443,6 +456,7 @@ def gemm_any_width(
         EVERY: rows of A and columns of B that share a scale along K; None if there are no such scales.
         RING_ROWS: rows of all stages, at least.
         GROUPS: warpgroups that multiply: 1, 2 or 3; 2 with PINGPONG.
+        CLUSTERED: whether the programs that have the parts of a tile are a cluster, see `any_width_cluster`.
         LOOPS: see `finish_tile`.
         FORMAT: see `multiply_steps`.
         X_FORM, Y_FORM: the forms of the operands.
@@ -478,7 +492,7 @@ def gemm_any_width(
     # The output's layout without the batch.
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(out.layout.swizzle_byte_width, out.layout.element_bitwidth, 2)
     slots = gl.allocate_shared_memory(out.dtype, [COUNT, ROWS, COLS], LAYOUT)
-    PARTS: gl.constexpr = given.barriers_of(GIVEN, GROUPS)
+    PARTS: gl.constexpr = given.barriers_of(GIVEN, GROUPS) + (GROUPS if CLUSTERED else 0)
     COUNTED: gl.constexpr = 2 * STAGES + 4 + PARTS
     # The table of the ranges' order follows them.
     TABLE: gl.constexpr = WORDS if in_ranges(X_FORM, Y_FORM) else 0
@@ -502,12 +516,15 @@ def gemm_any_width(
         consume,
         (out, slots, ring, first, step_args, args, workspace, shape, state, tile),
         (
-            GROUPS, PLACE, READY, GIVEN, SECOND, EPILOGUE, CAST, KIND, PROMOTES, EVERY, X_ROWS, WIDTHS, SWAP, LOOPS,
-            PINGPONG, FORMAT, X_FORM, Y_FORM, BUFFERS, PART, RING_BYTES, BARRIERS_AT,
+            GROUPS, PLACE, READY, GIVEN, SECOND, EPILOGUE, CAST, KIND, PROMOTES, EVERY, X_ROWS, WIDTHS, SWAP, CLUSTERED,
+            LOOPS, PINGPONG, FORMAT, X_FORM, Y_FORM, BUFFERS, PART, RING_BYTES, BARRIERS_AT,
         ),
         produce,
-        (ring, first, shape, state, tile, loads, PLACE, X_ROWS, STEP, SWAP, FORMAT, X_FORM, Y_FORM, BARRIERS_AT),
-        GROUPS, loaders_of(X_ROWS), REGISTERS, LOADER_REGISTERS,
+        (
+            ring, first, shape, state, tile, loads, PLACE, X_ROWS, STEP, SWAP, CLUSTERED, FORMAT, X_FORM, Y_FORM,
+            BARRIERS_AT,
+        ),
+        GROUPS, LOADERS if CLUSTERED else loaders_of(X_ROWS), REGISTERS, LOADER_REGISTERS,
     )  # fmt: skip
     # Only assembly uses this memory in between, so the compiler must not give it to anything else.
     mbarrier.invalidate(barriers.index(0))

@@ -389,7 +389,7 @@ def begin(
 @builtin
 def load_steps(
     full, stage, phase, stages, k, last_k, row, x_box, x_size, col, width, y_box, y_size, streams, batch, X_ROWS, STEP,
-    FORMAT, X_FORM, Y_FORM, _semantic=None,
+    FORMAT, X_FORM, Y_FORM, IDLE, _semantic=None,
 ):  # fmt: skip
     """Loads the blocks of X and Y of some steps, each into its stage.
 
@@ -410,6 +410,7 @@ def load_steps(
         STEP: elements along K of a step.
         FORMAT: see `multiply_steps`.
         X_FORM, Y_FORM: the forms of the operands.
+        IDLE: whether there are four loading warps, of which the last have nothing to do.
     """
     full_, stage_, phase_, stages_, k_, last_, *of_operands, streams_ = (f"${i}" for i in range(1, 15))
     width_ = of_operands[4]
@@ -428,16 +429,21 @@ def load_steps(
     x, y = _operands(X_ROWS, FORMAT, X_FORM, Y_FORM, "$15", *of_operands)
     maps = maps_of(X_FORM, Y_FORM)
     loads = of(x, y)
+    # The number of the first loading warp is a multiple of 4.
+    warp = "mov.u32 warp, %tid.x; shr.u32 warp, warp, 5; and.b32 warp, warp, 3;"
     if value_of(X_ROWS) == SMALL[0]:
         loads = (
-            # The number of the first loading warp is a multiple of 4.
-            "mov.u32 warp, %tid.x; shr.u32 warp, warp, 5; and.b32 warp, warp, 1; setp.eq.s32 more, warp, 1;"
+            f"{'' if value_of(IDLE) else warp}"
+            "setp.eq.s32 more, warp, 1;"
             f"setp.gt.s32 wraps, {width_}, {SMALL[1]}; @wraps bra BOTH; @more bra OTHER; {of(x)}\nOTHER: {of(y)}\n"
             f"BOTH: @more bra DONE; {loads}"
         )
+    idle = ""
+    if value_of(IDLE):
+        idle = f"{warp} setp.ge.u32 more, warp, {2 if value_of(X_ROWS) == SMALL[0] else 1}; @more bra DONE;"
     gl.inline_asm_elementwise(
         f"{{ {_REGISTERS} .reg .b32 warp; setp.lt.s32 more, {k_}, {last_}; @!more bra DONE;"
-        f"elect.sync _|more, 0xffffffff; @!more bra DONE; mov.b32 stage, {stage_}; mov.b32 phase, {phase_};"
+        f"{idle} elect.sync _|more, 0xffffffff; @!more bra DONE; mov.b32 stage, {stage_}; mov.b32 phase, {phase_};"
         f"mov.b32 k, {k_}; mad.lo.s32 at, stage, 8, {full_};"
         f"{_places(x_bytes(value_of(X_ROWS), format_of(FORMAT)), stages_, width_)}"
         f"{x.setup(maps.x, streams_)} {y.setup(maps.y, streams_)} {loads}\nDONE: mov.b32 $0, 0; }}",

@@ -161,6 +161,16 @@ def sized_part(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 
 
 @triton.jit
+def sized_part_of_cluster(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, band_m):
+    """The same if all tiles are cut, and units are the parts of one tile, then those of the next."""
+    _, _, parts, part_k, tiles_m, tiles_n, divisors, _ = state
+    tile = quotient(unit, divisors[3])
+    tile_m, tile_n = divided(tile, tiles_m, tiles_n, band_m, divisors)
+    first_k = (unit - tile * parts) * part_k
+    return 0, tile_m * BLOCK_M, tile_n * BLOCK_N, shape[0], first_k, tl.minimum(first_k + part_k, shape[2])
+
+
+@triton.jit
 def group_of(tile, offs, groups, M, BLOCK_M, SCAN: tl.constexpr, LEAST: tl.constexpr):
     """The group to which a row of tiles belongs, where groups of rows follow one another.
 

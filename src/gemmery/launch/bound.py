@@ -24,6 +24,7 @@ class Bound:
     """
 
     takes_numbers = False
+    cluster = 1
     split = None
     workspace_size = (0, 0)
 

@@ -25,6 +25,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ..schedules.clusters import in_clusters
 from ..schedules.workspace import WORKSPACES
 
 #: Launches, given the addresses of a launch's tensors, in the order of `Problem.layouts`, and its numbers; returns
@@ -42,7 +43,8 @@ class Fixed(Protocol):
 
     Attributes:
         kernel: the `@triton.jit` function.
-        grid: programs along x, y, z.
+        grid: programs along x, y, z, or clusters of programs.
+        cluster: programs of a cluster.
         takes_numbers: whether numbers come with every launch.
         split: how tiles are cut along K; None if there is no workspace.
         workspace_size: see `Binding.workspace_size`.
@@ -52,6 +54,8 @@ class Fixed(Protocol):
 
     @property
     def grid(self) -> tuple[int, int, int]: ...  # noqa: D102
+    @property
+    def cluster(self) -> int: ...  # noqa: D102
     @property
     def takes_numbers(self) -> bool: ...  # noqa: D102
     @property
@@ -223,7 +227,8 @@ class Entry:
     """The entry into the launcher of a version of Triton.
 
     Attributes:
-        enter: returns the function that launches a compiled kernel over a grid; None for an unknown launcher.
+        enter: returns the function that launches a compiled kernel over a grid, in clusters of some programs; None for
+            an unknown launcher.
         nested: see `_Layouter`.
         module: names that Triton's module for NVIDIA's driver must have.
         launcher: names that a kernel's launcher must have.
@@ -231,14 +236,14 @@ class Entry:
             versions has the number of one of them, but may have another launcher.
     """
 
-    enter: Callable[[Any, tuple[int, int, int]], _Enter | None]
+    enter: Callable[[Any, tuple[int, int, int], int], _Enter | None]
     nested: bool
     module: tuple[str, ...]
     launcher: tuple[str, ...]
     called: tuple[str, ...]
 
 
-def _enter_own_module(compiled: Any, grid: tuple[int, int, int]) -> _Enter | None:
+def _enter_own_module(compiled: Any, grid: tuple[int, int, int], cluster: int) -> _Enter | None:
     """Triton 3.6: a C module per signature, whose function takes the kernel's arguments as its own."""
     launcher = compiled.run
     launch = launcher.launch
@@ -249,7 +254,7 @@ def _enter_own_module(compiled: Any, grid: tuple[int, int, int]) -> _Enter | Non
             return None
         launch = cells["launcher"].cell_contents
     x, y, z = grid
-    function, packed = compiled.function, compiled.packed_metadata
+    function, packed = compiled.function, in_clusters(compiled, cluster)
     cooperative, dependent = launcher.launch_cooperative_grid, launcher.launch_pdl
 
     def enter(stream: int, values: list[Any]) -> None:
@@ -260,7 +265,7 @@ def _enter_own_module(compiled: Any, grid: tuple[int, int, int]) -> _Enter | Non
     return enter
 
 
-def _enter_shared_function(compiled: Any, grid: tuple[int, int, int]) -> _Enter | None:
+def _enter_shared_function(compiled: Any, grid: tuple[int, int, int], cluster: int) -> _Enter | None:
     """Triton 3.7 to 3.9: one C function for all kernels, which reads a list of arguments by a description of them."""
     from triton.backends.nvidia import driver
 
@@ -272,7 +277,7 @@ def _enter_shared_function(compiled: Any, grid: tuple[int, int, int]) -> _Enter 
     # The launcher's own description is of nested tuples; here the arguments come as one flat list.
     annotations = [driver.PyKernelArg(nested_tuple=None, type=driver.ARG_KERNEL)] * len(signature)
     x, y, z = grid
-    function, packed = compiled.function, compiled.packed_metadata
+    function, packed = compiled.function, in_clusters(compiled, cluster)
     cooperative, dependent = launcher.launch_cooperative_grid, launcher.launch_pdl
 
     def enter(stream: int, values: list[Any]) -> None:
@@ -385,7 +390,7 @@ def prepare(
     known = entry()
     if known is None or not _suits(known, compiled.run):
         return None
-    enter = known.enter(compiled, binding.grid)
+    enter = known.enter(compiled, binding.grid, binding.cluster)
     if enter is None:
         return None
     proxies = tuple(map(_meta_proxy, tensors))

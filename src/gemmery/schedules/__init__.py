@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from .any_width import COOPERATIVE, PINGPONG
 from .base import REGISTRY, Schedule, of, register
+from .cluster import CLUSTER
 from .persistent import PERSISTENT
 from .sliced_k import SLICED_K
 from .sliced_sparse import SLICED_SPARSE
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DEFAULT", "REGISTRY", "Schedule", "bind", "of", "register"]
 
-for _schedule in (TILE, PERSISTENT, SPECIALIZED, COOPERATIVE, PINGPONG, SLICED_K, SLICED_SPARSE):
+for _schedule in (TILE, PERSISTENT, SPECIALIZED, COOPERATIVE, PINGPONG, CLUSTER, SLICED_K, SLICED_SPARSE):
     register(_schedule)
 #: The schedule of a Config that names none.
 DEFAULT = TILE.name

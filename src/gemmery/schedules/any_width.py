@@ -62,6 +62,7 @@ class AnyWidth(PersistentStatic):
 
     Attributes:
         takes_turns: whether warpgroups take tiles in turn instead of sharing them.
+        clustered: whether the programs that have a tile's parts along K are a cluster.
     """
 
     title = "tiles of any width"
@@ -70,11 +71,12 @@ class AnyWidth(PersistentStatic):
     versions = ("3.6", "3.7", "3.8", "3.9")
     reason = "chosen where it is predicted to be the fastest"
     # If there are few tiles, narrow ones have room for many parts.
-    splits = (2, 3, 4, 6, 8, 11)
+    splits: tuple[int, ...] = (2, 3, 4, 6, 8, 11)
     sizes_bands = True
     awaits = True
     fits = ("packed int4",)
     takes_turns: ClassVar[bool] = False
+    clustered: ClassVar[bool] = False
 
     def needs(self, problem: Problem) -> Iterator[tuple[bool, str]]:
         p = problem
@@ -114,7 +116,7 @@ class AnyWidth(PersistentStatic):
     def takes(self, config: Config, forms: Forms) -> bool:
         return self._untaken(config, forms) is None
 
-    def considers(self, problem: Problem, rows: Floats) -> np.ndarray:
+    def considers(self, problem: Problem, rows: Floats, config: Config | Space) -> np.ndarray:
         # A row that is added to a single row may be the output itself, part of which is stored twice.
         return (np.asarray(rows) > 1) | (problem.epilogue != "add_row")
 
@@ -130,7 +132,7 @@ class AnyWidth(PersistentStatic):
 
     def tile(self, config: Config) -> Tile:
         """The tile of a config."""
-        return Tile.of(config, self.takes_turns)
+        return Tile.of(config, self.takes_turns)._replace(clustered=self.clustered)
 
     def code(self, config: Config, forms: Forms) -> object:
         tile = self.tile(config)
@@ -191,7 +193,7 @@ class AnyWidth(PersistentStatic):
             return f"{kind} leaves registers for a width of {widest}"
         if p.a.is_summed and self.repeats(p, np.asarray(p.M), c):
             return "a sum over ranks needs tiles and parts of tiles that do not overlap"
-        if not self.considers(p, np.asarray(p.M)):
+        if p.epilogue == "add_row" and p.M == 1:
             return "a row that is added to one row may be the output itself, of which some is stored twice"
         return self._untaken(c, Forms.of(p), numbers)
 
@@ -265,7 +267,7 @@ class AnyWidth(PersistentStatic):
         )
 
     def costs(self, problem: Problem, space: Space, given: Given) -> Costs:
-        return any_width_cost.costs(problem, space, given, self.takes_turns)
+        return any_width_cost.costs(problem, space, given, self.takes_turns, self.clustered)
 
 
 class Cooperative(AnyWidth):

@@ -15,6 +15,7 @@ from ..kernels.any_width_load import LAST_ROW
 from ..kernels.any_width_stage import params_bytes, x_bytes
 from ..kernels.numerics import cast
 from ..operands import DenseAccess
+from . import clusters
 from .any_width_compiled import check_maps, check_memory, waits_for_each
 from .any_width_tile import (
     EIGHT,
@@ -83,10 +84,12 @@ class AnyWidthBinding(Binding):
         p, c = problem, config
         self.problem, self.config, self.tile = p, c, tile
         self.a, self.b = p.a.access(p, is_b=False, tma=True), p.b.access(p, is_b=True, tma=True)
-        self.split = Split.of(p, c)
+        # Clusters need no workspace.
+        self.split = None if tile.clustered else Split.of(p, c)
         self.work, self.band = work, band
         self.kernel = any_width.gemm_any_width
-        self.grid = (self.work.programs, 1, 1)
+        self.cluster = work.parts if tile.clustered else 1
+        self.grid = (self.work.programs // self.cluster, 1, 1)
         forms = Forms.of(p)
         self.forms, self.format = forms_of(c, forms), forms.packed
         self.part = tile.part
@@ -112,6 +115,7 @@ class AnyWidthBinding(Binding):
             "RING_ROWS": tile.ring_rows,
             "GROUPS": tile.groups,
             "SWAP": c.swap,
+            "CLUSTERED": tile.clustered,
             "LOOPS": self._loops(takes_turns, given, second),
             "PINGPONG": takes_turns,
             "FORMAT": str(self.format) if self.format else None,
@@ -132,10 +136,11 @@ class AnyWidthBinding(Binding):
             return place.next_tile_of_rows if self.problem.ragged == "rows" else place.sized_tile_of_ranges
         if self.problem.batch:
             return place.sized_tile_of_batch
-        is_cut = self.split is not None
-        if self.a.ready() is not None:
-            return place.sized_part if is_cut else place.sized_tile
-        return self.a.place(place.sized_part if is_cut else place.sized_tile, is_cut)
+        is_cut = self.split is not None or self.tile.clustered
+        own = place.sized_part if is_cut else place.sized_tile
+        if self.tile.clustered:
+            own = place.sized_part_of_cluster
+        return own if self.a.ready() is not None else self.a.place(own, is_cut)
 
     def _loops(self, takes_turns: bool, given: object, second: object) -> bool:
         """`LOOPS` of the kernel, as far as it gained on an H200 (`any_width_epilogues-bf16`).
@@ -184,6 +189,14 @@ class AnyWidthBinding(Binding):
         self.constants["WIDTHS"] = widths
         return super().compile(tensors, numbers)
 
+    def launch(self, tensors: Sequence[Any], numbers: Sequence[float] = ()) -> None:
+        if not self.tile.clustered:
+            super().launch(tensors, numbers)
+            return
+        given = dict(zip(self.kernel.arg_names, self.arguments(tensors, numbers), strict=False))
+        arguments = [(given | self.constants)[name] for name in self.kernel.arg_names]
+        clusters.launch(self.compile(tensors, numbers), self.grid, self.cluster, arguments)
+
     def _order(self, compiled: Any, tensors: Sequence[Any], numbers: Sequence[float]) -> tuple[int, ...]:
         """The widths in an order with which products do not wait for each other; () if there is none.
 
@@ -207,6 +220,7 @@ class AnyWidthBinding(Binding):
         check_maps(compiled.asm["ptx"])
         words = 2 * MOST_STAGES + 4 + any_width_given.barriers_of(self.constants["GIVEN"], self.tile.groups)
         words += any_width_order.WORDS.value if self.problem.ragged == "k" else 0
+        words += self.tile.groups if self.tile.clustered else 0
         check_memory(compiled.asm["llir"], self.tile.slots * self.tile.part * ROW, words)
 
     def arguments(self, tensors: Sequence[Any], numbers: Sequence[float] = ()) -> list[Any]:
@@ -243,9 +257,11 @@ class AnyWidthBinding(Binding):
         tiles_m, tiles_n, band = -(-p.M // c.block_m), -(-p.N // c.block_n), self.band
         last_band = tiles_m - (tiles_m - 1) // band * band
         # Groups need the divisors of the rows of a tile, and of the tiles along N. A batch needs the divisor of a
-        # matrix's tiles, other problems the divisor of the tiles that are cut along K.
+        # matrix's tiles, clusters that of their programs, other problems the divisor of the tiles that are cut along K.
         is_grouped = p.ragged == "rows"
         counted = tiles_n if is_grouped else tiles_m * tiles_n if p.batch or p.ragged else self.work.cut
+        if tile.clustered:
+            counted = self.cluster
         area = c.block_m if is_grouped else band * tiles_n
         place_args = self.a.place_args(of_a, numbers[len(numbers) - p.a.numbers :])
         divisors = map(divisor, (area, band, last_band, max(1, counted)))
@@ -344,6 +360,7 @@ def source() -> str:
     from ..kernels import (
         any_width,
         any_width_acc,
+        any_width_cluster,
         any_width_cut,
         any_width_finish,
         any_width_given,
@@ -358,8 +375,8 @@ def source() -> str:
     )
 
     return digest(
-        any_width, any_width_acc, any_width_cut, any_width_finish, any_width_given, any_width_load, any_width_loop,
-        any_width_order, any_width_packed, any_width_sparse, any_width_stage, decoders, shards,
+        any_width, any_width_acc, any_width_cluster, any_width_cut, any_width_finish, any_width_given, any_width_load,
+        any_width_loop, any_width_order, any_width_packed, any_width_sparse, any_width_stage, decoders, shards,
     )  # fmt: skip
 
 

@@ -89,6 +89,10 @@ MATRIX = 0.6e-6
 PART = 64 * 64
 #: Seconds that parts of a tile take to meet, beside the time of their bytes, and how often each byte is on its way.
 REDUCTION, TIMES = 0.663e-6, 3.10
+#: The same for a cluster, through shared memory. The share of multiprocessors that clusters of more than two programs
+#: can have at the same time, and seconds that others take beside their products.
+CLUSTERED, CLUSTERED_TIMES = 0.25e-6, 1.0
+CLUSTERS, AGAIN = 0.91, 1.5e-6
 #: Seconds in which a program finds its first group of rows, see `tile.FIND`.
 FIND = 5.0e-6
 #: The additional seconds of a kernel that could cut tiles but does not: it has more code.
@@ -153,11 +157,12 @@ TERMS = {
 }
 
 
-def costs(problem: Problem, space: Space, given: Given, takes_turns: bool) -> Costs:
+def costs(problem: Problem, space: Space, given: Given, takes_turns: bool, clustered: bool) -> Costs:
     """The predicted costs of a space's configs, see `Schedule.costs`.
 
     Args:
         takes_turns: whether warpgroups take tiles in turn instead of sharing them.
+        clustered: whether the programs that have a tile's parts are a cluster.
     """
     p, s, device, staged = problem, space, problem.device, problem.b.staged
     terms = TERMS["" if staged is None else staged.kind]
@@ -194,7 +199,12 @@ def costs(problem: Problem, space: Space, given: Given, takes_turns: bool) -> Co
     start = terms.start(s, groups) + (FIND if given.in_groups else 0.0)
     last = LAST + store * LAST_STORE + epilogue + _code_seconds(p, elements)
     once = start + (last if takes_turns else around)
-    reduction = np.where(chunk > 0, REDUCTION + TIMES * parts * x * y * 4.0 / device.sm_bandwidth, 0.0)
+    meeting = REDUCTION + TIMES * parts * x * y * 4.0 / device.sm_bandwidth
+    if clustered:
+        meeting = CLUSTERED + CLUSTERED_TIMES * x * y * 4.0 / device.sm_bandwidth
+        again = np.maximum(busy / (CLUSTERS * device.sms), 1) > 1
+        meeting = meeting + again * (parts > 2) * (body + AGAIN)
+    reduction = np.where(chunk > 0, meeting, 0.0)
     # So a tile that is not cut gets the kernel without that code.
     idle = np.where((s.split_k > 1) & (chunk == 0), IDLE, 1.0)
     total = (body + once + reduction) * idle

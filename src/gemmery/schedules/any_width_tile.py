@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import torch
 
 from ..devices import ARCHS
+from ..kernels.any_width_cluster import MOST
 from ..kernels.any_width_stage import params_bytes, x_bytes
 from ..operands.scaled import Scaled
 from .base import Forms
@@ -22,8 +23,8 @@ ROWS, ROW = 64, 128
 #: Rows that come from one half of a weight in two halves, before as many of the other half; and the least width where
 #: these are Y, since TMA stores at least half as many columns.
 EIGHT, LEAST_PAIRS = 8, 32
-#: Columns of Y that are stored at a time, at most.
-PART = 64
+#: Columns of Y that are stored at a time, at most; and if a cluster's programs share a tile's columns.
+PART, CLUSTER_PART = 64, 16
 #: Bytes of shared memory, and of those for barriers.
 SHARED, BARRIERS = ARCHS["sm_90"].shared, 1024
 #: The most stages that are useful.
@@ -146,12 +147,14 @@ class Tile(NamedTuple):
         x, y: rows of both in a tile.
         groups: warpgroups.
         own: rows of X of each.
+        clustered: whether the programs that have the tile's parts along K are a cluster.
     """
 
     x: int
     y: int
     groups: int
     own: int
+    clustered: bool = False
 
     @classmethod
     def of(cls, config: Config, takes_turns: bool) -> Tile:
@@ -194,8 +197,10 @@ class Tile(NamedTuple):
             numbers: see `numbers_for`.
         """
         rules = rules_of(stage)
-        # A narrow tile stores fewer columns at a time.
+        # A narrow tile stores fewer columns at a time. A cluster's launch is short, and so is its code.
         found: Sequence[int] = (self.y,)
+        if self.clustered:
+            return (self.y,)
         if rules.shared is None:
             if self.y >= PART:
                 found = range(PART, self.widest(numbers) + 1, self.each_of(rules, numbers))
@@ -206,7 +211,7 @@ class Tile(NamedTuple):
     @property
     def part(self) -> int:
         """Columns of Y that are stored at a time. The last ones may overlap those before."""
-        return min(PART, 1 << (self.y.bit_length() - 1))
+        return min(CLUSTER_PART if self.clustered else PART, 1 << (self.y.bit_length() - 1))
 
     @property
     def buffers(self) -> int:
@@ -236,7 +241,16 @@ class Tile(NamedTuple):
             format: of X; None of a plain matrix.
         """
         each = x_bytes(self.x, format) + self.y * ROW + params_bytes(self.x, format)
-        return min(MOST_STAGES, self.ring_rows * ROW // each)
+        return min(MOST_STAGES, (self.ring_rows * ROW - self.received) // each)
+
+    @property
+    def received(self) -> int:
+        """Bytes at the end of the ring for what the programs of the largest cluster send."""
+        if not self.clustered:
+            return 0
+        parts = -(-self.y // self.part)
+        most = max(programs * -(-parts // programs) for programs in range(2, MOST.value + 1))
+        return self.x * most * self.part * torch.float32.itemsize
 
 
 def forms_of(config: Config, forms: Forms) -> tuple[Form, Form]:

@@ -144,8 +144,12 @@ class Schedule:
         """Whether a config of it can run a problem that it suits, for any sizes."""
         return True
 
-    def considers(self, problem: Problem, rows: Floats) -> np.ndarray:
-        """The numbers of rows for which its configs are considered, for a problem that it suits."""
+    def considers(self, problem: Problem, rows: Floats, config: Config | Space) -> np.ndarray:
+        """The numbers of rows, and the configs, that are considered, for a problem that it suits.
+
+        Args:
+            config: see `repeats`.
+        """
         return np.ones(np.shape(rows), bool)
 
     def has_room(self, problem: Problem, space: Space) -> np.ndarray:

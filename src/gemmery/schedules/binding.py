@@ -204,11 +204,13 @@ class Binding:
         constants: its constexpr parameters and the compiler's options.
         grid: programs along x, y, z.
         persistent: whether the kernel's programs take tiles in turn.
+        cluster: programs of a cluster, which `grid` counts as one.
         harmless_spills: 32-bit words per thread that its kernels may spill, since they do so outside their loops.
     """
 
     kernel: Any = gemm.gemm_tiles
     persistent = False
+    cluster = 1
     harmless_spills = 0
 
     def __init__(self, problem: Problem, config: Config) -> None:

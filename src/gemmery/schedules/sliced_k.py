@@ -148,7 +148,7 @@ class SlicedK(Tile):
     def bind(self, problem: Problem, config: Config) -> Binding:
         return SlicedKBinding(problem, config)
 
-    def considers(self, problem: Problem, rows: Floats) -> np.ndarray:
+    def considers(self, problem: Problem, rows: Floats, config: Config | Space) -> np.ndarray:
         return (np.asarray(rows) <= COLUMNS) & (not problem.batch_invariant)
 
     def costs(self, problem: Problem, space: Space, given: Given) -> Costs:

@@ -88,7 +88,7 @@ class SlicedSparse(Tile):
         yield max(p.M, p.N, p.K) < MOST_SIZE, f"sizes below {MOST_SIZE}"
         yield needs_only_its_block(p), "an epilogue that reduces no rows"
 
-    def considers(self, problem: Problem, rows: Floats) -> np.ndarray:
+    def considers(self, problem: Problem, rows: Floats, config: Config | Space) -> np.ndarray:
         return (np.asarray(rows) <= max(ROWS)) & (not problem.batch_invariant)
 
     def takes(self, config: Config, forms: Forms) -> bool:

@@ -14,6 +14,7 @@ from ..kernels.any_width_sparse import SparseStage
 from ..kernels.any_width_stage import Stage
 from ..schedules.any_width import COOPERATIVE, PINGPONG
 from ..schedules.any_width_tile import PART, PROMOTED, ROW, ROWS, SCALED, Numbers, Tile, rules_of
+from ..schedules.cluster import CLUSTER
 
 #: Rows of X, warpgroups, and rows of X of each.
 Sizes = tuple[tuple[int, int, int], ...]
@@ -24,6 +25,8 @@ CUT = (64, 128)
 TURNS = ((128, 2, 128),)
 #: Columns of narrow tiles, of 64 rows of X.
 NARROW = (16, 32)
+#: Rows of X, warpgroups and columns of tiles for clusters.
+CLUSTERS = ((64, 1, (16, 32, 64)), (128, 2, (32, 64, 128)))
 #: Fewer stages do not keep the tensor cores busy.
 LEAST_STAGES = 3
 
@@ -104,8 +107,28 @@ def _widths(tile: Tile, numbers: Numbers | None, offer: Offer | None) -> range:
     return range(PART, widest + 1, offer.each or tile.each_of(rules_of(offer.stages[0])))
 
 
+def _clusters(step: int, numbers: Numbers | None, stage: Stage | None = None, least: int = 0) -> list[str]:
+    """The rows of tiles for clusters.
+
+    Args:
+        stage: of a weight, which is X; None for matrices.
+        least: the smallest width.
+    """
+    lines = []
+    for x, groups, widths in CLUSTERS:
+        for y in widths:
+            tile = Tile(x, y, groups, ROWS, clustered=True)
+            if not least <= y <= tile.widest(numbers):
+                continue
+            behind = f"{step} 0 {4 * groups} {tile.most_stages(stage)} 1.0"
+            lines.append(f"{y}x{x}x{behind} swap splits apart")
+            if stage is None and y == ROWS:
+                lines.append(f"{x}x{y}x{behind} splits apart")
+    return lines
+
+
 def rows(item: int, numbers: Numbers | None = None) -> dict[tuple[str, str], str]:
-    """The rows of both schedules.
+    """The rows of all schedules.
 
     Args:
         item: bytes of an element of the operands.
@@ -116,10 +139,11 @@ def rows(item: int, numbers: Numbers | None = None) -> dict[tuple[str, str], str
     # With 16-bit operands they give the bits of other schedules, as was measured; fp8 was not measured.
     apart = "" if item > 1 else " apart"
     shared, turns = [*_rows(SHARED_TILES, step, numbers), *narrow], _rows(TURNS, step, numbers)
-    return {
+    found = {
         ("descriptor", schedule.name): "\n".join(f"{line}{apart}" for line in lines)
         for schedule, lines in ((COOPERATIVE, shared), (PINGPONG, turns))
     }
+    return found | {("descriptor", CLUSTER.name): "\n".join(_clusters(step, numbers))}
 
 
 def scaled_rows() -> dict[tuple[str, str], str]:
@@ -138,8 +162,10 @@ def staged_rows(offer: Offer) -> dict[tuple[str, str], str]:
             narrow.append(f"{y}x{x}x{offer.step} 0 {4 * groups} {most} 1.0 swap splits")
     shared = [*_rows(offer.shared, offer.step, numbers, offer), *narrow]
     turns = _rows(offer.turns, offer.step, numbers, offer)
-    return {
+    clusters = _clusters(offer.step, numbers, offer.stages[0], 0 if offer.narrow else PART)
+    found = {
         ("descriptor", schedule.name): "\n".join(f"{line} apart" for line in lines)
         for schedule, lines in ((COOPERATIVE, shared), (PINGPONG, turns))
         if lines
     }
+    return found | {("descriptor", CLUSTER.name): "\n".join(clusters)}

@@ -170,7 +170,7 @@ class Space:
         found = np.ones((len(M), len(self)), bool)
         for name, (places, own) in self.by_schedule.items():
             schedule = schedules.of(name)
-            found[:, places] = schedule.considers(problem, M) & schedule.has_room(problem, own)
+            found[:, places] = schedule.considers(problem, M, own) & schedule.has_room(problem, own)
             if problem.a.is_summed:
                 found[:, places] &= ~schedule.repeats(problem, M, own)
         return found
@@ -201,18 +201,18 @@ def _space(
         if tile.config.schedule not in names:
             continue
         schedule = schedules.of(tile.config.schedule)
-        if not schedule.takes(tile.config, forms):
+        splits = schedule.splits if (tile.splits or forms.ragged == "k") and not whole else ()
+        found = [replace(tile.config, split_k=parts) for parts in (1, *splits)]
+        found = [each for each in found if schedule.takes(each, forms)]
+        if not found:
             continue
-        code = schedule.code(tile.config, forms)
+        code = schedule.code(found[0], forms)
         number = codes.setdefault(row if code is None else (tile.config.schedule, code), row)
         # Tiles of ranges of K are loaded through pointers, if the kernels for tiles of any width do not support them.
         avoided = tma and tile.strided and forms.ragged != "k"
         loads = not avoided if tile.config.loader == "pointer" else tma
         if loads and (aligned or not tile.aligned) and (blocks or not tile.blocks):
-            entries.append((tile.config, tile, 2 * number))
-            if (tile.splits or forms.ragged == "k") and not whole:
-                cuts = [replace(tile.config, split_k=parts) for parts in schedule.splits]
-                entries += [(each, tile, 2 * number + 1) for each in cuts if schedule.takes(each, forms)]
+            entries += [(each, tile, 2 * number + (each.split_k > 1)) for each in found]
     return Space.of(entries)
 
 
