@@ -89,10 +89,12 @@ MATRIX = 0.6e-6
 PART = 64 * 64
 #: Seconds that parts of a tile take to meet, beside the time of their bytes, and how often each byte is on its way.
 REDUCTION, TIMES = 0.663e-6, 3.10
-#: The same for a cluster, through shared memory. The share of multiprocessors that clusters of more than two programs
-#: can have at the same time, and seconds that others take beside their products.
-CLUSTERED, CLUSTERED_TIMES = 0.25e-6, 1.0
-CLUSTERS, AGAIN = 0.91, 1.5e-6
+#: The same for a cluster, through shared memory, and the stream of blocks from memory. The shares of the multiprocessors
+#: that clusters of up to 8 programs have at the same time, and seconds in which later clusters follow. Fitted to 661
+#: times of 103 products (`any_width_cluster-bf16.json`).
+CLUSTERED, CLUSTERED_TIMES = 0.411e-6, 3.50
+CLUSTER_MEMORY = Stream(long=1.081, short=0.944, ramp=2.49e-6)
+CLUSTERS, AGAIN = np.array([1.0, 1.0, 1.0, 0.82, 0.91, 0.82, 0.775, 0.775, 0.91]), 1.03e-6
 #: Seconds in which a program finds its first group of rows, see `tile.FIND`.
 FIND = 5.0e-6
 #: The additional seconds of a kernel that could cut tiles but does not: it has more code.
@@ -185,7 +187,7 @@ def costs(problem: Problem, space: Space, given: Given, takes_turns: bool, clust
     loop = np.maximum(loop, own_steps * _least_of_step(p, s, given.rows_inside(p.matrices), x, y, busy))
     loop = np.maximum(loop, own_steps * terms.step)
     loop = loop * (1 + SLOWING * np.log10(np.maximum(loop / LONG, 1)))
-    stream = MEMORY.seconds(given.memory)
+    stream = (CLUSTER_MEMORY if clustered else MEMORY).seconds(given.memory)
     together = np.where(chunk > 0, whole, tiles // device.sms) * steps
     waits = _waits(stream, loop, together / own_steps, together * device.sms / (tiles * steps))
     elements = x / groups * y
@@ -199,11 +201,11 @@ def costs(problem: Problem, space: Space, given: Given, takes_turns: bool, clust
     start = terms.start(s, groups) + (FIND if given.in_groups else 0.0)
     last = LAST + store * LAST_STORE + epilogue + _code_seconds(p, elements)
     once = start + (last if takes_turns else around)
-    meeting = REDUCTION + TIMES * parts * x * y * 4.0 / device.sm_bandwidth
+    moved = x * y * 4.0 / device.sm_bandwidth
+    meeting = REDUCTION + TIMES * parts * moved
     if clustered:
-        meeting = CLUSTERED + CLUSTERED_TIMES * x * y * 4.0 / device.sm_bandwidth
-        again = np.maximum(busy / (CLUSTERS * device.sms), 1) > 1
-        meeting = meeting + again * (parts > 2) * (body + AGAIN)
+        later = busy > CLUSTERS[np.minimum(parts, len(CLUSTERS) - 1)] * device.sms
+        meeting = CLUSTERED + CLUSTERED_TIMES * moved + later * (body + AGAIN)
     reduction = np.where(chunk > 0, meeting, 0.0)
     # So a tile that is not cut gets the kernel without that code.
     idle = np.where((s.split_k > 1) & (chunk == 0), IDLE, 1.0)
