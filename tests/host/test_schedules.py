@@ -54,7 +54,7 @@ class Toy(Tile):
         yield from super().needs(problem)
         yield not problem.batch, "no batch"
 
-    def considers(self, problem, rows):
+    def considers(self, problem, rows, config):
         return (rows >= 100) & (rows < 1000)
 
     def refusal(self, problem, config):

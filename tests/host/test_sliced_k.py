@@ -236,7 +236,7 @@ def test_products_that_are_refused():
         )
     many = replace(problem_of(4, 1024, 512), M=(1 << 30) - 1)
     assert "counts tiles and parts of tiles to 1073741823" in SLICED_K.refusal(many, config)
-    assert not SLICED_K.considers(problem, np.array([[9]])).any()
+    assert not SLICED_K.considers(problem, np.array([[9]]), config).any()
 
 
 def test_it_is_chosen_for_few_rows_of_a_large_weight():

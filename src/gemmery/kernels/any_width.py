@@ -321,7 +321,7 @@ def consume(
     if GIVEN is not None:
         taken = gl.to_tensor(0)
         total = OWN // 64 * gl.cdiv(width, PART)
-    if GIVEN is not None or SECOND is not None:
+    if GIVEN is not None or SECOND is not None or CLUSTERED:
         # A constant would put its offset among those by which the compiled kernel is checked.
         own_slot = computed(gl.to_tensor(own_slot))
     for unit in range(own, units, every):

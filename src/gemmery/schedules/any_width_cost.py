@@ -89,12 +89,12 @@ MATRIX = 0.6e-6
 PART = 64 * 64
 #: Seconds that parts of a tile take to meet, beside the time of their bytes, and how often each byte is on its way.
 REDUCTION, TIMES = 0.663e-6, 3.10
-#: The same for a cluster, through shared memory, and the stream of blocks from memory. The shares of the multiprocessors
-#: that clusters of up to 8 programs have at the same time, and seconds in which later clusters follow. Fitted to 661
-#: times of 103 products (`any_width_cluster-bf16.json`).
-CLUSTERED, CLUSTERED_TIMES = 0.411e-6, 3.50
-CLUSTER_MEMORY = Stream(long=1.081, short=0.944, ramp=2.49e-6)
-CLUSTERS, AGAIN = np.array([1.0, 1.0, 1.0, 0.82, 0.91, 0.82, 0.775, 0.775, 0.91]), 1.03e-6
+#: The same for a cluster, through shared memory, and its stream of blocks from memory. The shares of multiprocessors
+#: that clusters of up to 8 programs have at the same time, and seconds until later clusters start. Fitted to 470 times
+#: of 75 products (`any_width_cluster-bf16.json`).
+CLUSTERED, CLUSTERED_TIMES = 0.458e-6, 3.59
+CLUSTER_MEMORY = Stream(long=1.034, short=0.774, ramp=3.66e-6)
+CLUSTERS, AGAIN = np.array([1.0, 1.0, 1.0, 0.82, 0.91, 0.82, 0.775, 0.775, 0.91]), 0.992e-6
 #: Seconds in which a program finds its first group of rows, see `tile.FIND`.
 FIND = 5.0e-6
 #: The additional seconds of a kernel that could cut tiles but does not: it has more code.
