@@ -60,7 +60,7 @@ from .any_width_load import (
 from .any_width_loop import STAGES, multiply_steps, step_of, x_bytes_of
 from .any_width_order import WORDS, in_order, put_in_order
 from .order import quotient
-from .rings import barrier, begin_roles, later
+from .rings import barrier, begin_roles
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The ring
@@ -100,6 +100,14 @@ def computed(value, _semantic=None):
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic
     )
+
+
+@gluon.jit
+def later(stage, phase, steps, ring):
+    """The stage of the ring that is `steps` later, and the parity to wait for there; see `rings.later`."""
+    stage += steps
+    rounds = quotient(stage, ring[2])
+    return stage - rounds * ring[1], phase ^ (rounds & 1)
 
 
 @gluon.jit
@@ -168,14 +176,13 @@ def produce(
     """
     if CLUSTERED:
         arrive_in_cluster()
-    stages = ring[1]
     x_box, x_size, y_box, y_size, streams = loads
     stage = gl.to_tensor(0)
     # The parity of the phase before the first one: an unused stage is free.
     phase = gl.to_tensor(1)
     row, col, end, first_k, last_k, batch, known = first
-    ahead = gl.minimum(gl.minimum(stages, AHEAD), gl.cdiv(last_k - first_k, STEP))
-    stage, phase = later(stage, phase, ahead, stages)
+    ahead = gl.minimum(gl.minimum(ring[1], AHEAD), gl.cdiv(last_k - first_k, STEP))
+    stage, phase = later(stage, phase, ahead, ring)
     first_k += ahead * STEP
     for unit in range(gl.program_id(0), state[0], gl.num_programs(0)):
         if unit != gl.program_id(0):
@@ -183,11 +190,11 @@ def produce(
                 unit, known, state, shape, tile, PLACE, X_ROWS, SWAP, X_FORM, Y_FORM
             )
         load_steps(
-            shared_at(BARRIERS_AT), stage, phase, stages, first_k, last_k, row, x_box, x_size, col, tile[0], y_box,
+            shared_at(BARRIERS_AT), stage, phase, ring[1], first_k, last_k, row, x_box, x_size, col, tile[0], y_box,
             y_size, streams, end if in_ranges(X_FORM, Y_FORM) else batch, X_ROWS, STEP, FORMAT, X_FORM, Y_FORM,
             CLUSTERED,
         )  # fmt: skip
-        stage, phase = later(stage, phase, gl.cdiv(last_k - first_k, STEP), stages)
+        stage, phase = later(stage, phase, gl.cdiv(last_k - first_k, STEP), ring)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -307,7 +314,7 @@ def consume(
         own += GROUP * every
         every *= 2
         if GROUP == 1:
-            stage, phase = later(stage, phase, steps, stages)
+            stage, phase = later(stage, phase, steps, ring)
     if own >= units:
         mbarrier.arrive(unused(ring))
     row, col, end, first_k, last_k, batch, known = first
@@ -361,8 +368,8 @@ def consume(
             of_output = (shape[0], shape[1], batch)
         if CLUSTERED:
             finish_in_cluster(
-                acc, out, slots, ring, args, of_output, row + FIRST, col, width, parts, own_slot, GROUP, EPILOGUE, CAST,
-                SWAP, X_FORM, Y_FORM, OWN, BUFFERS, PART, RING_BYTES, BARRIERS_AT,
+                acc, out, slots, ring, args, of_output, row + FIRST, col, width, (parts, state[6][3]), own_slot, GROUP,
+                EPILOGUE, CAST, SWAP, X_FORM, Y_FORM, OWN, BUFFERS, PART, RING_BYTES, BARRIERS_AT,
             )  # fmt: skip
         else:
             done = unit >= 0
@@ -393,7 +400,7 @@ def consume(
         if PINGPONG:
             # The stages of the tile between are the other warpgroup's.
             own_steps += steps
-        stage, phase = later(stage, phase, own_steps, stages)
+        stage, phase = later(stage, phase, own_steps, ring)
         # The next tile's corner. If it were computed just before the K loop, it would take registers in the loop.
         if unit + every < units:
             row, col, end, first_k, last_k, batch, known = corner(
@@ -406,12 +413,13 @@ def consume(
     do_not_specialize=[
         "M", "N", "K", "units", "whole", "parts", "part_k", "tiles_m", "tiles_n", "area_divisor", "band_divisor",
         "last_divisor", "cut_divisor", "width", "band_m", "x_box", "x_size", "y_box", "y_size", "streams", "stages",
+        "stages_divisor",
     ]
 )  # fmt: skip
 def gemm_any_width(
     x, y, out, scales, shifts, matrix, M, N, K, units, whole, parts, part_k, tiles_m, tiles_n, area_divisor,
-    band_divisor, last_divisor, cut_divisor, width, band_m, x_box, x_size, y_box, y_size, streams, stages, place_args,
-    step_args, args, workspace,
+    band_divisor, last_divisor, cut_divisor, width, band_m, x_box, x_size, y_box, y_size, streams, stages,
+    stages_divisor, place_args, step_args, args, workspace,
     PLACE: gl.constexpr, READY: gl.constexpr, GROUP_OF: gl.constexpr, GIVEN: gl.constexpr, SECOND: gl.constexpr,
     EPILOGUE: gl.constexpr, CAST: gl.constexpr,
     KIND: gl.constexpr, PROMOTES: gl.constexpr, EVERY: gl.constexpr, X_ROWS: gl.constexpr, WIDTHS: gl.constexpr,
@@ -438,7 +446,7 @@ def gemm_any_width(
         x_box, y_box: rows that the tensor maps load at a time.
         x_size, y_size: see `load_steps`.
         streams: 1 if X is the first to leave L2, 2 if Y is, 0 if neither is.
-        stages: the number of stages, at most `STAGES`.
+        stages, stages_divisor: the number of stages, at most `STAGES`, and its divisor, see `order.quotient`.
         place_args: (offs, groups) of groups of rows, with which `units` is as many as there can be, and of ranges of
             K; otherwise ().
         step_args, args: run-time arguments of `scales_of` and of the epilogue.
@@ -498,7 +506,7 @@ def gemm_any_width(
     TABLE: gl.constexpr = WORDS if in_ranges(X_FORM, Y_FORM) else 0
     barriers = gl.allocate_shared_memory(gl.int64, [COUNTED + TABLE, 1], mbarrier.MBarrierLayout())
     BARRIERS_AT: gl.constexpr = SLOTS * SLOT
-    ring = (barriers, stages)
+    ring = (barriers, stages, stages_divisor)
     if in_ranges(X_FORM, Y_FORM):
         table = shared_at(BARRIERS_AT) + 8 * COUNTED
         known = (table,)  # type: ignore[assignment]

@@ -11,11 +11,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from . import order
 from .any_width_acc import in_block
 from .any_width_finish import finish_part
 from .any_width_load import shared_at
 from .any_width_loop import STAGES
-from .dialect import value_of
+from .dialect import in_gluon, value_of
+
+quotient = in_gluon(order.quotient)
 
 #: The most programs of a cluster that every GPU runs.
 MOST = gl.constexpr(8)
@@ -144,7 +147,7 @@ def received(at, size, programs, PART, _semantic=None):
 
 @gluon.jit
 def finish_in_cluster(
-    acc, out, slots, ring, args, shape, row, col, width, programs, own_slot, GROUP: gl.constexpr,
+    acc, out, slots, ring, args, shape, row, col, width, cluster, own_slot, GROUP: gl.constexpr,
     EPILOGUE: gl.constexpr, CAST: gl.constexpr, SWAP: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr,
     OWN: gl.constexpr, BUFFERS: gl.constexpr, PART: gl.constexpr, RING_BYTES: gl.constexpr, BARRIERS_AT: gl.constexpr,
 ):  # fmt: skip
@@ -154,14 +157,15 @@ def finish_in_cluster(
 
     Args:
         row, col, width, own_slot: see `any_width_finish.finish_tile`.
-        programs: of the cluster.
+        cluster: how many programs it has, and the divisor of this, see `order.quotient`.
     """
     ROWS: gl.constexpr = OWN // 64
     BYTES: gl.constexpr = PART // 8 * BLOCK_BYTES
     BARRIER: gl.constexpr = 2 * STAGES + 4 + GROUP
     rank = rank_in_cluster()
     parts = gl.cdiv(width, PART)
-    turns = gl.cdiv(parts, programs)
+    programs = cluster[0]
+    turns = quotient(parts + programs - 1, cluster[1])
     size = ROWS * turns * BYTES
     first = rank * turns
     own = gl.maximum(gl.minimum(parts - first, turns), 0)
@@ -172,12 +176,13 @@ def finish_in_cluster(
         in_block(programs * ROWS * own * BYTES), OWN, PART,
     )  # fmt: skip
     mbarrier.wait(ring[0].index(BARRIER), 0)
-    for part in range(ROWS * own):
-        m = part // own
-        i = part - m * own
-        blocks = received(in_block(at + (m * turns + i) * BYTES), in_block(size), in_block(programs), PART)
-        finish_part(
-            blocks, out, slots, ring, own_slot, own_slot, gl.to_tensor(False), part, 0, 0, args, shape, row + 64 * m,
-            col + gl.minimum((first + i) * PART, width - PART), None, None, GROUP, EPILOGUE, CAST, SWAP, X_FORM, Y_FORM,
-            BUFFERS,
-        )  # fmt: skip
+    for m in gl.static_range(ROWS):
+        for i in range(own):
+            blocks = received(
+                in_block(at + (m * turns + i) * BYTES), in_block(size), in_block(programs), PART
+            )
+            finish_part(
+                blocks, out, slots, ring, own_slot, own_slot, gl.to_tensor(False), m * own + i, 0, 0, args, shape,
+                row + 64 * m, col + gl.minimum((first + i) * PART, width - PART), None, None, GROUP, EPILOGUE, CAST,
+                SWAP, X_FORM, Y_FORM, BUFFERS,
+            )  # fmt: skip

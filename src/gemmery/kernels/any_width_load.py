@@ -169,7 +169,7 @@ class _Operand(NamedTuple):
         row, rows, box: registers or constants: where blocks begin, their rows, and rows that a load has.
         size: a register: bytes that a step loads.
         each: bytes of a row.
-        params: assembly that loads the group parameters of a step.
+        params: writes assembly that loads the parameters of a step, given whether this may take several loads.
     """
 
     name: str
@@ -179,7 +179,7 @@ class _Operand(NamedTuple):
     box: str
     size: str
     each: int
-    params: str
+    params: Callable[[bool], str]
 
     def setup(self, MAP: int, streams: str) -> str:
         """Assembly that sets the operand's registers, except those that `_places` sets.
@@ -197,7 +197,7 @@ class _Operand(NamedTuple):
 
     def block(self, policy: str = "") -> str:
         """Assembly that loads a block at once."""
-        return self._announced(self.load(self.name, self.row, policy))
+        return self._announced(self.load(self.name, self.row, policy), several=False)
 
     def several(self) -> str:
         """Assembly that loads a block in several loads. The last load may repeat rows of the one before."""
@@ -213,26 +213,33 @@ class _Operand(NamedTuple):
             f"{{ {either(x, self.row)} @!{x}_several bra DONE; sub.s32 last, {self.rows}, {self.box};"
             f"mov.b32 loaded, {self.box};\nNEXT: min.s32 n, loaded, last; mad.lo.s32 part, n, {self.each}, {x};"
             f"add.s32 n, n, {self.row}; {either('part', 'n')} add.s32 loaded, loaded, {self.box};"
-            f"setp.lt.s32 more, loaded, {self.rows}; @more bra NEXT;\nDONE: }}"
+            f"setp.lt.s32 more, loaded, {self.rows}; @more bra NEXT;\nDONE: }}",
+            several=True,
         )
 
-    def _announced(self, loads: str) -> str:
-        return f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [at], {self.size}; {loads} {self.params}"
+    def _announced(self, loads: str, several: bool) -> str:
+        announced = f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [at], {self.size};"
+        return f"{announced} {loads} {self.params(several)}"
 
 
 def _operands(X_ROWS, FORMAT, X_FORM, Y_FORM, batch, row, x_box, x_size, col, width, y_box, y_size):
     """X and Y, given registers of what `load_steps` takes; `batch` is used where there is one."""
     rows, format = value_of(X_ROWS), format_of(FORMAT)
-    params, size = "", params_bytes(rows, format)
-    if size:
+    size = params_bytes(rows, format)
+
+    def params(several: bool) -> str:
+        if not size:
+            return ""
         maps = maps_of(X_FORM, Y_FORM, format).params
-        params = f"mad.lo.s32 params, stage, {size}, params_first;{format.load_params(rows, x_box, maps, row, 'k')}"
+        loads = format.load_params(rows, x_box, several, maps, row, "k")
+        return f"mad.lo.s32 params, stage, {size}, params_first; {loads}"
+
     each, columns = x_bytes(rows, format) // rows, format.columns if format else 1
     return (
         _Operand(
             "x", _load("x", value_of(X_FORM), columns, batch), row, str(rows), x_box, x_size, each, params
         ),
-        _Operand("y", _load("y", value_of(Y_FORM), 1, batch), col, width, y_box, y_size, ROW.value, ""),
+        _Operand("y", _load("y", value_of(Y_FORM), 1, batch), col, width, y_box, y_size, ROW.value, lambda several: ""),
     )  # fmt: skip
 
 

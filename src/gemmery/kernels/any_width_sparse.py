@@ -145,17 +145,22 @@ class SparseStage(NamedTuple):
         """The parameters besides the numbers."""
         return (Params("metadata", self.params, 4 if self.paired else 3),)
 
-    def load_params(self, rows: int, box: str, maps: list[int], row: str, k: str) -> str:
+    def load_params(self, rows: int, box: str, several: bool, maps: list[int], row: str, k: str) -> str:
         """See `Stage.load_params`."""
         # Words of 32 or 64 rows come at a time.
         (number,), (metadata,) = maps, self.kinds
         dims, shift = metadata.dims, 6 if self.paired else 5
         load = f"cp.async.bulk.tensor.{dims}d.shared::cluster.global.mbarrier::complete_tx::bytes"
         at = "{zero, group, zero, block}" if self.paired else "{zero, group, block}"
-        return (
-            "{ .reg .pred more; .reg .b64 map; .reg .b32 zero, group, block, last, to, each, count;"
+        begin = (
+            ".reg .b64 map; .reg .b32 zero, group, block;"
             f"mov.b64 map, gemm_any_width_param_{number}; cvta.param.u64 map, map; mov.b32 zero, 0;"
-            f"shr.u32 group, {k}, 5; shr.u32 block, {row}, {shift}; add.s32 last, block, {rows >> shift};"
+            f"shr.u32 group, {k}, 5; shr.u32 block, {row}, {shift};"
+        )
+        if not several:
+            return f"{{ {begin} {load} [params], [map, {at}], [at]; }}"
+        return (
+            f"{{ .reg .pred more; .reg .b32 last, to, each, count; {begin} add.s32 last, block, {rows >> shift};"
             f"mov.b32 to, params; shr.u32 count, {box}, {shift}; mul.lo.s32 each, {box}, {self.params // ROWS};\n"
             f"NEXT: {load} [to], [map, {at}], [at]; add.s32 to, to, each;"
             "add.s32 block, block, count; setp.lt.s32 more, block, last; @more bra NEXT; }"

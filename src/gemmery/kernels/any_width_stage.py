@@ -61,12 +61,13 @@ class Stage(Protocol):
     def of_halves(self, paired: bool) -> "Stage | None":
         """The same for a weight in two halves, if `paired`; None if stages cannot hold such a weight."""
 
-    def load_params(self, rows: int, box: str, maps: list[int], row: str, k: str) -> str:
+    def load_params(self, rows: int, box: str, several: bool, maps: list[int], row: str, k: str) -> str:
         """Assembly that begins to load a stage's parameters.
 
         Args:
             rows: of X.
             box: rows that the tensor maps load at a time.
+            several: whether these may be fewer than all.
             maps: the numbers of the kernel's parameters that are tensor maps, of each of `kinds`.
             row, k: registers that say where the step begins.
 

@@ -269,8 +269,8 @@ class AnyWidthBinding(Binding):
             x_map, self._operand(y, not c.swap, self.part, boxes[1]), self._output(out, block), *params,
             self._matrix(extras, block), p.M, p.N, p.K, whole + cut, whole, *parts,
             tiles_m, tiles_n, *divisors, tile.y, band, boxes[0], x_size, boxes[1], loaded[1] * ROW, self.streams,
-            c.num_stages, place_args, step_args, epilogue_arguments(p, self.part, given, numbers),
-            workspace,
+            c.num_stages, divisor(c.num_stages), place_args, step_args,
+            epilogue_arguments(p, self.part, given, numbers), workspace,
         ]  # fmt: skip
 
     def _output(self, out: Any, block: tuple[int, int]) -> Any:
