@@ -44,8 +44,8 @@ from .any_width_cluster import LOADERS, arrive_in_cluster, finish_in_cluster
 from .any_width_cut import combine
 from .any_width_finish import finish_tile, slots_of
 from .any_width_load import (
-    AHEAD,
     ROW,
+    ahead_of,
     begin,
     in_groups,
     in_ranges,
@@ -181,7 +181,7 @@ def produce(
     # The parity of the phase before the first one: an unused stage is free.
     phase = gl.to_tensor(1)
     row, col, end, first_k, last_k, batch, known = first
-    ahead = gl.minimum(gl.minimum(ring[1], AHEAD), gl.cdiv(last_k - first_k, STEP))
+    ahead = gl.minimum(gl.minimum(ring[1], ahead_of(X_ROWS)), gl.cdiv(last_k - first_k, STEP))
     stage, phase = later(stage, phase, ahead, ring)
     first_k += ahead * STEP
     for unit in range(gl.program_id(0), state[0], gl.num_programs(0)):
@@ -514,11 +514,11 @@ def gemm_any_width(
     first = corner(gl.program_id(0), known, state, shape, tile, PLACE, X_ROWS, SWAP, X_FORM, Y_FORM)
     row, col, end, first_k, last_k, batch, _ = first
     extra = end if in_ranges(X_FORM, Y_FORM) else batch
+    last_ahead = gl.minimum(last_k, first_k + gl.minimum(stages, ahead_of(X_ROWS)) * STEP)
     # Four warps of each warpgroup read a stage.
     begin(
-        shared_at(BARRIERS_AT), stages, first_k, gl.minimum(last_k, first_k + gl.minimum(stages, AHEAD) * STEP), row,
-        x_box, x_size, col, width, y_box, y_size, streams, extra, 4 * (1 if PINGPONG else GROUPS),
-        GROUPS, X_ROWS, STEP, FORMAT, X_FORM, Y_FORM, PARTS,
+        shared_at(BARRIERS_AT), stages, first_k, last_ahead, row, x_box, x_size, col, width, y_box, y_size, streams,
+        extra, 4 * (1 if PINGPONG else GROUPS), GROUPS, X_ROWS, STEP, FORMAT, X_FORM, Y_FORM, PARTS,
     )  # fmt: skip
     begin_roles(
         consume,

@@ -1,9 +1,9 @@
 """The start and the loads of tiles of any width, as assembly; see `any_width`.
 
 At its start, a launch has to wait for its first loads. So before warps have their roles, warp 0 initializes the
-barriers of the first `AHEAD` steps and issues their loads, and warps 1 to 3 initialize the other barriers. Afterwards
-one warp loads. For a step of a small tile, the tensor cores need less time than one thread needs to issue two loads.
-So small tiles have two loading warps, one for each operand. With two, large tiles would be up to 2 % slower.
+barriers of the first steps, see `ahead_of`, and issues their loads. Warps 1 to 3 initialize the other barriers.
+Afterwards one warp loads. For a step of a small tile, the tensor cores need less time than one thread needs to issue
+two loads. So small tiles have two loading warps, one for each operand. With two, large tiles would be up to 2 % slower.
 """
 
 from collections.abc import Callable
@@ -19,8 +19,6 @@ from .dialect import value_of
 
 #: Bytes of a row of a stage, the unit that TMA swizzles.
 ROW = gl.constexpr(128)
-#: Steps that are loaded before warps have their roles.
-AHEAD = gl.constexpr(2)
 #: The most rows of X and of Y in tiles that two warps load. With more rows of Y one of the two has nothing to do.
 SMALL = (64, 96)
 #: Dimensions of the tensor map of an operand of each form.
@@ -31,6 +29,17 @@ _DIMS = {
 #: The end of the innermost of the dimensions that rows of groups and ranges of K have, see
 #: `any_width_finish.store_slot`.
 LAST_ROW = gl.constexpr(1 << 30)
+
+
+@gluon.constexpr_function
+def ahead_of(X_ROWS):
+    """The number of steps that are loaded before warps have their roles.
+
+    A loading warp issues its first load 800 clocks after warp 0 could have issued it. With tiles of 64 rows of X, six
+    steps instead of two make short products 2 % faster; with larger tiles, warp 0 would begin to multiply too late
+    (`benchmarks/results/looks/any_width_cluster-bf16.json`).
+    """
+    return 6 if X_ROWS == 64 else 2
 
 
 @gluon.constexpr_function
@@ -348,7 +357,7 @@ def begin(
     full, stages, k, last_k, row, x_box, x_size, col, width, y_box, y_size, streams, batch, READERS, GROUPS, X_ROWS,
     STEP, FORMAT, X_FORM, Y_FORM, PARTS=0, _semantic=None,
 ):  # fmt: skip
-    """Makes all barriers, and loads the blocks of at most `AHEAD` steps; see `load_steps`.
+    """Makes all barriers, and loads the blocks of at most `ahead_of` steps; see `load_steps`.
 
     Args:
         k, last_k: where the steps begin and end along K, of which there may be none.
@@ -368,7 +377,7 @@ def begin(
             for i in range(count)
         )
 
-    ahead, most = AHEAD.value, STAGES.value
+    ahead, most = value_of(ahead_of(value_of(X_ROWS))), STAGES.value
     # Warp 0's barriers are those of its loads.
     others = (
         made(most, most, READERS), made(ahead, most - ahead, 2),
