@@ -73,7 +73,7 @@ MEMORY, OVERLAP = Stream(long=1.077, short=1.475, ramp=3.35e-6), 3.92
 #: share tiles. If warpgroups take turns, seconds between tiles, and seconds around the last one, of whose store
 #: `LAST_STORE` counts.
 START = 4.21e-6
-#: Seconds by which tiles of 64 rows of X start sooner since six of their steps are loaded at once, and since no start has
+#: Seconds by which tiles of 64 rows of X start sooner, since six of their steps are loaded at once and no start has
 #: divisions (`any_width_cluster-bf16.json`).
 SOONER = 0.15e-6
 TILE, STORE = 0.660e-6, 1.325
