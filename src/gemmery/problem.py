@@ -225,8 +225,8 @@ class Config:
         num_warps: the number of warps in a program.
         num_stages: the number of blocks of A and B in flight; for "sliced_sparse" the steps that are loaded at a time.
         schedule: how the programs of a launch walk over its tiles, one of `schedules.REGISTRY`: "tile", "persistent",
-            "specialized", "cooperative", "pingpong", "sliced_k" or "sliced_sparse". Not every schedule supports every
-            knob.
+            "specialized", "cooperative", "pingpong", "cluster", "sliced_k" or "sliced_sparse". Not every schedule
+            supports every knob.
         loader: "pointer" supports any strides; "descriptor" needs TMA and 16-byte alignment.
         split_store: store a tile as two halves, which halves the staging memory.
         tail: the number of parts of tiles that would not fill the last wave, or that extend over the last column: 2 or
