@@ -311,3 +311,65 @@ def test_second_results_compile(text):
         )
     )
     assert len(maps) == 2
+
+
+#: Sizes, what else `abstract_problem` takes, and configs of clusters: narrow and square tiles, two and three
+#: warpgroups, 64 and 128 rows each, a cluster of fewer programs than the config asks for, and other operands.
+CLUSTERS = [
+    ((16, 1536, 4096), {"bias": True}, "16x64x64-g0-w4-s12-cluster-descriptor-k4-swap"),
+    ((200, 520, 4096), {"bias": True}, "64x64x64-g0-w4-s11-cluster-descriptor-k2"),
+    ((60, 1536, 4096), {"epilogue": "bias_gelu_tanh"}, "64x128x64-g0-w8-s6-cluster-descriptor-k3-swap"),
+    ((60, 1536, 4096), {"layout": "NN"}, "64x192x64-g0-w12-s3-cluster-descriptor-k4-swap"),
+    ((200, 520, 4096), {}, "128x72x64-g0-w8-s5-cluster-descriptor-k6"),
+    ((200, 520, 520), {}, "64x128x64-g0-w4-s4-cluster-descriptor-k6-swap"),
+    ((60, 1536, 4096), {"epilogue": "swiglu"}, "32x64x64-g0-w4-s12-cluster-descriptor-k2-swap"),
+    ((60, 1536, 4096), {"weight": "int4"}, "64x128x64-g0-w8-s5-cluster-descriptor-k2-swap"),
+    ((60, 1536, 4096), {"weight": "nvfp4"}, "64x64x64-g0-w4-s6-cluster-descriptor-k3-swap"),
+    ((30, 1536, 4096), {"weight": "2:4"}, "32x128x64-g0-w8-s10-cluster-descriptor-k2-swap"),
+    ((16, 1536, 4096), {"weight": "2:4", "dtype": "fp16"}, "16x64x64-g0-w4-s12-cluster-descriptor-k4-swap"),
+    (
+        (16, 1536, 4096),
+        {"dtype": "fp8fast", "scales": "row"},
+        "16x64x128-g0-w4-s12-cluster-descriptor-k4-swap",
+    ),
+    ((60, 1536, 4096), {"dtype": "fp8", "scales": "row"}, "64x128x128-g0-w8-s6-cluster-descriptor-k4-swap"),
+]
+
+
+@pytest.mark.parametrize(("sizes", "more", "text"), CLUSTERS, ids=str)
+def test_clusters_compile(sizes, more, text):
+    config = Config.of(text)
+    problem = abstract_problem(*sizes, device=device_named("H200"), **more)
+    with compiling_for("sm_90"):
+        binding = schedules.bind(problem, config)
+        compiled = binding.compile(*arguments(problem, "meta"))
+    check_spills(compiled)
+    tile, ptx = binding.tile, compiled.asm["ptx"]
+    # A cluster has one tile, and its kernel one width.
+    assert set(re.findall(r"wgmma\.mma_async\S*\.m64n(\d+)k", ptx)) == {str(tile.y)}
+    if "weight" in more:
+        assert not waits_for_each(compiled)
+    # All threads arrive once: those of each warpgroup, which wait, and loading ones. None waits for earlier stores.
+    assert re.findall(r"barrier\.cluster\.arrive\S*", ptx) == ["barrier.cluster.arrive.relaxed.aligned;"] * (
+        1 + tile.groups
+    )
+    assert (
+        ptx.count("barrier.cluster.wait") == ptx.count("barrier.cluster.wait.acquire.aligned;") == tile.groups
+    )
+    # Each warpgroup has its code, which sends two blocks of 8 columns for each part of 64 rows.
+    parts = -(-tile.y // tile.part)
+    assert len(re.findall(r"\bst\.async\S*", ptx)) == tile.groups * tile.own // 64 * parts * 2
+    ring = tile.slots * tile.part * ROW
+    assert ring < usage(compiled).shared <= ring + BARRIERS
+    # It is compiled without clusters, and a launch says how many programs one has.
+    assert compiled.packed_metadata[1] == 1
+    # Loading warps are four, so that only whole warpgroups arrive.
+    assert usage(compiled).warps == 4 * (1 + tile.groups)
+
+
+def test_other_kernels_have_no_clusters():
+    problem = problem_of(3000, 1024, 4096, device=device_named("H200"))
+    with compiling_for("sm_90"):
+        binding = schedules.bind(problem, Config.of("64x64x64-g8-w4-s8-cooperative-descriptor"))
+        compiled = binding.compile(*arguments(problem, "meta"))
+    assert not re.search(r"barrier\.cluster|st\.async|mapa", compiled.asm["ptx"])

@@ -137,6 +137,7 @@ def test_random_tiles_and_products(part, cases):
     "128x144x64-g8-w8-s4-pingpong-descriptor", "64x72x64-g8-w4-s8-cooperative-descriptor",
     "192x144x64-g8-w12-s4-cooperative-descriptor", "112x128x64-g8-w8-s5-pingpong-descriptor-swap",
     "128x176x64-g8-w8-s5-cooperative-descriptor-k2", "72x64x64-g8-w4-s8-cooperative-descriptor-k4-swap",
+    "64x128x64-g0-w8-s6-cluster-descriptor-k4-swap", "128x64x64-g0-w8-s6-cluster-descriptor-k3",
 ])  # fmt: skip
 def test_under_load_on_two_streams_and_in_a_graph(text):
     a, b = values((333, 2048), torch.bfloat16), values((600, 2048), torch.bfloat16).t()
@@ -174,7 +175,8 @@ def test_parts_behind_whole_tiles_that_end_outside_the_output():
 @pytest.mark.parametrize("text", [
     "128x176x64-g8-w8-s4-cooperative-descriptor", "176x128x64-g8-w8-s4-cooperative-descriptor-swap",
     "192x144x64-g8-w12-s4-cooperative-descriptor", "128x80x64-g8-w8-s6-pingpong-descriptor",
-    "128x176x64-g8-w8-s5-cooperative-descriptor-k3",
+    "128x176x64-g8-w8-s5-cooperative-descriptor-k3", "64x128x64-g0-w8-s6-cluster-descriptor-k4-swap",
+    "128x64x64-g0-w8-s6-cluster-descriptor-k3", "64x192x64-g0-w12-s3-cluster-descriptor-k4-swap",
 ])  # fmt: skip
 def test_an_ordinary_launch_has_the_same_bits(text):
     # Its tensor maps load 64 rows at a time, those of a direct launch all rows of a tile.
@@ -489,3 +491,103 @@ def test_rows_do_not_depend_on_the_batch():
         for M in (1, 17, 130, 700):
             found = gemmery.linear(x[:M], weight, batch_invariant=True, config=text)
             assert torch.equal(found, want[:M]), (text, M)
+
+
+#: Programs of a cluster; and sizes that suit no tile, with the last steps along K not whole. With the second K, clusters
+#: of 6 and 8 have steps for fewer programs.
+PROGRAMS = (2, 3, 4, 6, 8)
+CLUSTERED = [(1, 520, 4128), (13, 328, 608), (70, 200, 4128), (200, 136, 3104)]
+#: Weights: what makes one of a matrix, and what it stands for.
+WEIGHTS = {
+    "dense": (lambda w: w, wide),
+    "sparse": (gemmery.sparsify, lambda w: wide(w.dense(torch.float64))),
+    "sparse e4m3": (
+        lambda w: gemmery.quantize(gemmery.sparsify(w), "e4m3"),
+        lambda w: wide(w.dense(torch.float64)),
+    ),
+    "int4": (
+        lambda w: gemmery.quantize(w, "int4", dtype=w.dtype),
+        lambda w: w.dequantize(torch.float64),
+    ),
+}
+
+
+def with_bias(acc, bias):
+    return F.gelu(acc + bias)
+
+
+def clusters_for(problem, programs):
+    """The configs of clusters of so many programs, at most, that do not refuse a problem."""
+    own = [tile.config for tile in tiles_of("hopper", kind_of(problem)) if tile.config.schedule == "cluster"]
+    found = [replace(config, split_k=programs) for config in own]
+    assert found
+    return [config for config in found if schedules.of(config.schedule).refusal(problem, config) is None]
+
+
+@pytest.mark.parametrize("programs", PROGRAMS)
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_clusters(name, programs):
+    made, full = WEIGHTS[name]
+    taken = 0
+    for M, N, K in CLUSTERED:
+        x, bias = values((M, K), torch.bfloat16), values(N, torch.bfloat16)
+        weight = made(values((N, K), torch.bfloat16))
+        problem = linear_problem(
+            x.to("meta"), weight.to("meta"), current(x.device), epilogue=with_bias, args=(bias.to("meta"),)
+        )
+        want = with_bias(wide(x) @ full(weight).mT, wide(bias))
+        for config in clusters_for(problem, programs):
+            taken += 1
+            # What is around the output stays as it is.
+            around = torch.full((M + 2, N + 16), torch.nan, dtype=x.dtype, device="cuda")
+            out = around[1 : M + 1, 8 : N + 8]
+            run = partial(gemmery.linear, x, weight, epilogue=with_bias, args=(bias,), config=config)
+            run(out=out)
+            assert torch.isnan(around).sum() == around.numel() - out.numel(), (str(config), M, N, K)
+            assert ((wide(out) - want).norm() / want.norm()).item() < 4e-3, (str(config), M, N, K)
+            for _ in range(20):
+                assert torch.equal(run(), out), (str(config), M, N, K)
+            assert torch.equal(by_ordinary_launch(run), out), (str(config), M, N, K)
+    assert taken >= 4
+
+
+@pytest.mark.parametrize("programs", PROGRAMS)
+@pytest.mark.parametrize("kind", ["pairs", "fp8", "fp8 fast"])
+def test_clusters_for_other_kinds_of_operands(kind, programs):
+    more, dtype = KINDS[kind]
+    taken = 0
+    for M, N, K in CLUSTERED:
+        row = Row(kind, M, -(-N // 16) * 16, -(-K // 16) * 16, **more)
+        inputs = make_inputs(row, dtype, 1)
+        for config in clusters_for(of_row(row, dtype, current(torch.device("cuda"))), programs):
+            taken += 1
+            torch.full_like(inputs.out, torch.nan)
+            check(partial(called, inputs, config), inputs, range(row.M))
+            first = inputs.out.clone()
+            for _ in range(20):
+                assert torch.equal(called(inputs, config), first), (str(config), row)
+            assert torch.equal(by_ordinary_launch(partial(called, inputs, config)), first), (str(config), row)
+    assert taken >= 4
+
+
+@pytest.mark.parametrize("programs", PROGRAMS)
+def test_clusters_in_a_graph(programs):
+    """Launches follow each other in a graph, each with what the one before has made."""
+    x, square = values((16, 1024), torch.bfloat16), values((1024, 1024), torch.bfloat16) / 32
+    config = f"16x64x64-g0-w4-s12-cluster-descriptor-k{programs}-swap"
+
+    def run(x, **more):
+        return gemmery.linear(x, square, epilogue=torch.tanh, config=config, **more)
+
+    want = run(run(run(x)))
+    outs = [torch.empty_like(want) for _ in range(3)]
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for before, out in zip((x, *outs), outs, strict=False):
+            run(before, out=out)
+    for _ in range(100):
+        for out in outs:
+            out.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(outs[-1], want)

@@ -16,7 +16,9 @@ def device_functions():
         cast=lambda x, bits: signed(x), umulhi=lambda x, y: signed((x % (1 << 32)) * (y % (1 << 32)) >> 32),
     )  # fmt: skip
     names = {"tl": tl, "min": min}
-    own = place.sized_tile, place.sized_part, place.sized_tile_of_batch, place.counted_part
+    own = (
+        place.sized_tile, place.sized_part, place.sized_part_of_cluster, place.sized_tile_of_batch, place.counted_part,
+    )  # fmt: skip
     for function in (order.quotient, order.divided, order.part_of, *own):
         names[function.fn.__name__] = types.FunctionType(function.fn.__code__, names)
     return names

@@ -83,7 +83,8 @@ class Program:
         Args:
             operands: the values of $0, $1, and so on, of which those that are written change.
             machine: `machine.ptx(code, arguments, value)` runs what is no arithmetic of integers. It may give a register
-                back, or several, and their value. `machine.thread` is the number of the warp's first thread.
+                back, or several, and their value; or a dictionary of registers with a value each. `machine.thread` is
+                the number of the warp's first thread.
         """
         registers, at = {"%tid.x": machine.thread}, 0
 
@@ -94,6 +95,12 @@ class Program:
             if re.fullmatch(r"-?\d+|0x[0-9a-f]+", text):
                 return int(text, 0)
             return registers.get(text, _GIVEN.get(text, text))
+
+        def write(register, result):
+            if register.startswith("$"):
+                operands[int(register[1:])] = result
+            else:
+                registers[register] = result
 
         while at < len(self.statements):
             predicate, statement, _, names = self.statements[at]
@@ -111,16 +118,14 @@ class Program:
                 found = _COMPARE[compare](value(given[0]), value(given[1]))
                 registers[to.strip()] = found and (more[0] != "and" or value(given[2]))
             elif kind in _INTEGER and not code.endswith(".f32"):
-                result = self._computed(kind, [value(each) for each in given], value)
-                if to.strip().startswith("$"):
-                    operands[int(to.strip()[1:])] = result
-                else:
-                    registers[to.strip()] = result
+                write(to.strip(), self._computed(kind, [value(each) for each in given], value))
             else:
-                found = machine.ptx(code, [to.strip(), *map(str.strip, given)], value)
-                if found is not None:
+                found = machine.ptx(code, [to.strip(), *map(str.strip, given)], value) or {}
+                if not isinstance(found, dict):
                     to, result = found
-                    registers.update(dict.fromkeys(to if isinstance(to, list) else [to], result))
+                    found = dict.fromkeys(to if isinstance(to, list) else [to], result)
+                for register, result in found.items():
+                    write(register, result)
 
     @staticmethod
     def _computed(kind, values, value):

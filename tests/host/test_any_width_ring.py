@@ -19,14 +19,16 @@ import pytest
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 from gemmery.kernels import (
     any_width,
+    any_width_cluster,
     any_width_load,
     any_width_loop,
     any_width_packed,
     any_width_sparse,
     any_width_stage,
-    rings,
 )
+from gemmery.schedules.walk import divisor
 
+from .device_functions import device_functions
 from .ptx import Program
 
 BARRIERS_AT = 1 << 17
@@ -52,6 +54,7 @@ SPARSE, SPARSE_PAIRS = any_width_sparse.SparseStage(), any_width_sparse.SparseSt
 WORDS = any_width_sparse.WORDS_BYTES
 #: From a row of a matrix of a batch to that of the next one.
 MATRIX = 1 << 20
+QUOTIENT = device_functions()["quotient"]
 program = functools.cache(Program)
 
 
@@ -609,8 +612,8 @@ def kernel(machine, number, programs, groups, threads, boxes, forms, streams, sc
         "lie_beside": lambda form, second: form == "packed" or form.startswith("sparse"),
         "is_paired": lambda x, y: x.endswith("pairs") or y.endswith("pairs"), "is_turned": lambda form: form.endswith("turned"), "widest_of": max,
         "in_groups": lambda x, y: "grouped" in x + y, "in_ranges": lambda x, y: "ranged" in x,
-        "gl": gl, "AHEAD": Constant(any_width_load.AHEAD.value), "LAST_ROW": any_width_load.LAST_ROW, "SMALL": any_width_load.SMALL, "ROW": ROW, "STAGES": STAGES, "step_of": lambda kind: STEP,
-        "later": types.FunctionType(rings.later.fn.__code__, {"gl": gl}), "shared_at": lambda at: at,
+        "gl": gl, "ahead_of": ahead_of, "LAST_ROW": any_width_load.LAST_ROW, "SMALL": any_width_load.SMALL, "ROW": ROW, "STAGES": STAGES, "step_of": lambda kind: STEP,
+        "later": types.FunctionType(any_width.later.fn.__code__, {"quotient": QUOTIENT}), "shared_at": lambda at: at,
         "matrix_descriptor": lambda address, chunk: address // 16,
         "zeros_of": lambda count: types.SimpleNamespace(values=[None] * count), "in_block": lambda value: value,
         "barrier": barrier, "computed": lambda value: value, "mbarrier": types.SimpleNamespace(wait=machine.wait, arrive=machine.arrive),
@@ -664,12 +667,13 @@ def emulate(
     promotes=False,
     scales=False,
     format=None,
+    clustered=False,
     arrivals=0,
     waits=lambda at: True,
     edit=lambda text: text,
     **changes,
 ):
-    """One program of three, whose tiles must have the blocks of the right rows and steps.
+    """One program of three, or of those of all clusters, whose tiles must have the blocks of the right rows and steps.
 
     Args:
         parts: of tiles that would not fill a last wave, along K.
@@ -677,6 +681,7 @@ def emulate(
         promotes: whether each step is summed by itself and then added.
         scales: whether it is multiplied by scales before.
         format: of X, which is packed.
+        clustered: whether all tiles are cut, and the programs that have the parts of one are a cluster.
         arrivals: how many more a stage waits for than there are before it is loaded again.
         waits: whether there is any waiting at a barrier.
         edit: changes the assembly.
@@ -718,6 +723,12 @@ def emulate(
             raise Wrong("not all steps")
         done.append((row, col))
 
+    def finish_in_cluster(acc, out, slots, ring, args, shape, row, col, width, cluster, own_slot, *rest):
+        assert cluster == (parts, divisor(parts))
+        finish_tile(
+            acc, out, slots, ring, args, shape, row, col, width, False, own_slot, own_slot, part_of(1)
+        )
+
     def scales_of(step_args, row, col, shape, first_k, every_m, every_n):
         # Scales of A begin at 2^20, those of B at 2^30, and are as far apart as these say.
         low, first = first_k // STEP, col // 128
@@ -735,28 +746,32 @@ def emulate(
         if scale != wanted:
             raise Wrong("not the scales of this block and step")
 
-    of_thread, threads, found, begun = {}, {}, {}, []
+    of_thread, threads, found, begun, met = {}, {}, {}, [], []
     readers = 4 * (1 if takes_turns else groups) + arrivals
     # Two boxes of each operand, of which the second one has some rows of the first.
     boxes = tuple((rows // 32 + 1) * 16 for rows in (x_rows, width))
     boxes = tuple(64 if form.endswith("turned") else box for form, box in zip(forms, boxes, strict=True))
     if format is not None:
         boxes = random.Random(seed).choice((64, x_rows)), boxes[1]
-    stood_in = {"finish_tile": finish_tile, "combine": combine, "scales_of": scales_of} | changes
+    stood_in = {
+        "finish_tile": finish_tile, "combine": combine, "scales_of": scales_of, "finish_in_cluster": finish_in_cluster,
+        "arrive_in_cluster": lambda: met.append(threading.get_ident()),
+    } | changes  # fmt: skip
     stage_format, is_sparse = any_width_loop.format_of(format), forms[0].startswith("sparse")
     streams, apart = random.Random(seed).randrange(3), 16 if forms[0] == "packed" or scales else 8
     widths = random.Random(seed).sample([width - apart, width, width + apart], 3)
-    names = kernel(machine, 1, 3, of_thread, threads, boxes, forms, streams, scaled, edit, stood_in)
     unused = BARRIERS_AT + 8 * (2 * STAGES + 2)
     barriers = types.SimpleNamespace(index=lambda at: BARRIERS_AT + 8 * at)
-    ring = (barriers, stages)
+    ring = (barriers, stages, divisor(stages))
     across = -(-N // width)
     each = -(-M // x_rows) * across
     tiles = each * (2 if forms[0].startswith("many") else 1)
 
-    # Three programs run at once.
-    whole = tiles if parts == 1 else tiles // 3 * 3
+    # Three programs run at once, or all clusters.
+    whole = 0 if clustered else tiles if parts == 1 else tiles // 3 * 3
     units, part_k = whole + (tiles - whole) * parts, -(-K // STEP // parts) * STEP
+    programs = units if clustered else 3
+    names = kernel(machine, 1, programs, of_thread, threads, boxes, forms, streams, scaled, edit, stood_in)
 
     def part_of(unit):
         first_k = (unit - whole) % parts * part_k
@@ -768,20 +783,22 @@ def emulate(
         row, col = number // across * rows, number % across * cols
         return matrix, row, col, shape[0], *part_of(unit)
 
-    state, tile = (units, whole, parts, part_k, 0, 0, ()), (width, 8)
-    # PROMOTES, EVERY, X_ROWS, its widths, SWAP, PINGPONG, FORMAT, both forms, BUFFERS, PART, RING_BYTES and BARRIERS_AT.
+    state, tile = (units, whole, parts, part_k, 0, 0, (1, 1, 1, divisor(parts))), (width, 8)
+    # PROMOTES, EVERY, X_ROWS, its widths, SWAP, CLUSTERED, LOOPS, PINGPONG, FORMAT, both forms, BUFFERS, PART, RING_BYTES
+    # and BARRIERS_AT.
     constants = (
         promotes,
         (1, 128) if scales else None,
         x_rows,
         widths,
         False,
+        clustered,
         False,
         takes_turns,
         format,
         *forms,
         1,
-        64,
+        16 if clustered else 64,
         BARRIERS_AT // 2,
         BARRIERS_AT,
     )
@@ -834,7 +851,7 @@ def emulate(
         if warp == 0:
             # One thread stands in for all of the first warpgroup. Its first warp may use no other one's barriers.
             row, col, _, first_k, last_k, batch, _ = first()
-            last_k = min(last_k, first_k + min(stages, any_width_load.AHEAD.value) * STEP)
+            last_k = min(last_k, first_k + min(stages, ahead_of(x_rows)) * STEP)
             given = first_k, last_k, row, *loads[:2], col, width, *loads[2:], batch
             for each in range(4):
                 threads[threading.get_ident()] = 32 * each
@@ -843,17 +860,19 @@ def emulate(
             machine.changed()
         threads[threading.get_ident()] = 32 * warp
         wait_for_roles()
-        names["produce"](ring, first(), sizes, state, tile, loads, place, *behind, False, *lie)
+        names["produce"](ring, first(), sizes, state, tile, loads, place, *behind, False, clustered, *lie)
 
+    loading = 2 if x_rows == any_width_load.SMALL[0] else 1
     loaders = [
-        lambda warp=warp: produce(warp) for warp in range(2 if x_rows == any_width_load.SMALL[0] else 1)
+        lambda warp=warp: produce(warp)
+        for warp in range(any_width_cluster.LOADERS.value if clustered else loading)
     ]
     consumers = [
         lambda group=group, warp=warp: consume(group, warp) for group in range(groups) for warp in range(4)
     ]
     machine.run(loaders + consumers)
     expected = Counter()
-    for unit in range(1, units, 3):
+    for unit in range(1, units, programs):
         matrix, row, col, *_ = place(unit, state, sizes, x_rows, width, 8)
         if unit < whole or not whole:
             last = -(-M // 32) * 32 if forms[0] == "sparse" else M
@@ -862,6 +881,8 @@ def emulate(
         for group in range(1 if takes_turns else groups):
             expected[row + group * own, col] += 4
     assert Counter(done) == expected
+    # All threads of a cluster's program arrive once at the cluster's barrier.
+    assert Counter(met).total() == len(set(met)) == (len(loaders + consumers) if clustered else 0)
 
 
 CASES = [
@@ -918,6 +939,12 @@ CASES = [
     (2, 128, 88, 4, False, (320, 400, 330), 2, ("sparse pairs", "rows"), False, False, str(SPARSE_PAIRS)),
     (2, 256, 128, 3, False, (640, 300, 520), 1, ("sparse pairs", "turned"), False, False, str(SPARSE_PAIRS)),
     (3, 192, 88, 5, False, (448, 200, 400), 1, ("sparse pairs", "rows"), False, False, str(SPARSE_PAIRS)),
+    # Clusters of programs, with four loading warps: two of them load, one of them, and one for a large tile.
+    (1, 64, 64, 4, False, (100, 150, 1000), 3, ("rows", "rows"), False, False, None, True),
+    (1, 64, 136, 3, False, (64, 300, 700), 2, ("rows", "rows"), False, False, None, True),
+    (2, 128, 64, 4, False, (300, 64, 1300), 4, ("rows", "turned"), False, False, None, True),
+    (2, 128, 64, 3, False, (304, 64, 900), 2, ("packed", "rows"), False, False, str(INT4), True),
+    (1, 64, 96, 5, False, (64, 96, 1400), 3, ("sparse", "rows"), False, False, str(SPARSE), True),
 ]
 
 
@@ -939,20 +966,26 @@ def test_sparse_weights_of_so_many_steps(steps):
         emulate(seed, 2, 256, 72, 3, False, (256, 256, 64 * steps), 1, forms, False, False, str(format))
 
 
-def skipping_none(stage, phase, steps, stages):
-    """`rings.later`, but the stages of the tiles between are not skipped."""
+def skipping_none(stage, phase, steps, ring):
+    """`any_width.later`, but the stages of the tiles between are not skipped."""
     if sys._getframe(1).f_code.co_name == "consume":
         return stage, phase
     stage += steps
-    return stage % stages, phase ^ (stage // stages & 1)
+    return stage % ring[1], phase ^ (stage // ring[1] & 1)
+
+
+def ahead_of(rows):
+    """`any_width_load.ahead_of`."""
+    return int(any_width_load.ahead_of(rows))
 
 
 def made_by_another_warp(text):
     """The assembly with what the first warp makes before its loads, in the second one's part."""
-    made = "".join(
-        f"mbarrier.init.shared::cta.b64 [$1 + {8 * i}], 2;" for i in range(any_width_load.AHEAD.value)
-    )
-    return text.replace(made, "").replace("OTHER1: ", f"OTHER1: {made} ") if made in text else text
+    for steps in (6, 2):
+        made = "".join(f"mbarrier.init.shared::cta.b64 [$1 + {8 * i}], 2;" for i in range(steps))
+        if made in text:
+            return text.replace(made, "").replace("OTHER1: ", f"OTHER1: {made} ")
+    return text
 
 
 MUTANTS = {
@@ -1133,7 +1166,7 @@ SPARSE_MUTANTS = {
     },
     "the first half of the kept numbers for both": {
         "message": "a stage changes while it is read",
-        "edit": lambda text: text.replace("own, x, 256;", "own, x, 0;"),
+        "edit": lambda text: re.sub(r"own, (x\d), 256;", r"own, \1, 0;", text),
     },
     "metadata of other columns": {
         "message": "not the metadata of these numbers",
@@ -1164,7 +1197,18 @@ SPARSE_MUTANTS = {
         "edit": lambda text: re.sub(r"(words\d\d, 0), 1,", r"\1, 0,", text),
     },
 }
-MUTANTS |= SPARSE_MUTANTS
+#: Those of clusters.
+CLUSTER_MUTANTS = {
+    "idle warps that load": {
+        "message": "more arrivals than a phase has",
+        "edit": lambda text: re.sub(r"setp\.ge\.u32 more, warp, \d; @more bra DONE;", "", text),
+    },
+    "a loading warp that is idle": {
+        "message": "all wait",
+        "edit": lambda text: text.replace("setp.ge.u32 more, warp, 2;", "setp.ge.u32 more, warp, 1;"),
+    },
+}
+MUTANTS |= SPARSE_MUTANTS | CLUSTER_MUTANTS
 
 
 @pytest.mark.sampled(5)
@@ -1176,6 +1220,8 @@ def test_mutants_are_caught(mutant):
     cases = CASES[1:]
     if mutant in SPARSE_MUTANTS:
         cases = [case for case in cases if len(case) > 7 and case[7][0].startswith("sparse")]
+    if mutant in CLUSTER_MUTANTS:
+        cases = [case for case in cases if len(case) > 11 and case[11]]
     # Some need a warp to be late by a whole tile.
     for seed in range(60):
         for case in cases:

@@ -20,7 +20,8 @@ The ring holds the blocks of X of all stages, then those of Y, and then group pa
 multiply. `unused` is complete when no warpgroup reads the ring any more.
 
 A tile goes to memory in parts of 64 rows of X by some of Y, through slots of shared memory. Each warpgroup has its own
-slots. A program's last tile has a slot for each part, in the ring.
+slots. A program's last tile has a slot for each part, in the ring. With CLUSTERED, each program of a cluster stores
+some of the parts, see `any_width_cluster`.
 
 An operand has a form, which determines the coordinates of its tensor map: "rows" are (k, row), "turned" is (row, k),
     where

@@ -1,6 +1,7 @@
 """Programs in which one warp loads and warpgroups multiply tiles of any width; see `kernels.any_width`.
 
-Two schedules: in one the warpgroups share a tile, in the other one they take tiles in turn.
+Two schedules: in one the warpgroups share a tile, in the other one they take tiles in turn. For a third one, with
+clusters of programs, see `cluster`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from ..operands.scaled import Scaled
 from . import any_width_cost
 from .any_width_binding import AnyWidthBinding
 from .any_width_tile import (
+    CLUSTER_PART,
     EACH,
     EIGHT,
     KINDS,
@@ -127,7 +129,7 @@ class AnyWidth(PersistentStatic):
             (size > block) & (size % block > 0) for size, block in ((rows, c.block_m), (problem.N, c.block_n))
         ]
         width = np.where(c.swap, c.block_m, c.block_n)
-        part = np.minimum(PART, 1 << np.log2(width).astype(int))
+        part = np.minimum(CLUSTER_PART if self.clustered else PART, 1 << np.log2(width).astype(int))
         return np.asarray(moves_m | moves_n | (width % part > 0))
 
     def tile(self, config: Config) -> Tile:
@@ -219,7 +221,7 @@ class AnyWidth(PersistentStatic):
             return "tiles of a batch are not cut along K"
         if forms.ragged == "k" and self.takes_turns:
             return "warpgroups take turns where all tiles have as many steps; ranges of K differ"
-        if c.split_k > tile.most_parts:
+        if not self.clustered and c.split_k > tile.most_parts:
             return f"the ring has room for the partial sums of {tile.most_parts} parts; given {c.split_k}"
         if tile.y % EACH[y_form]:
             kind = (

@@ -310,7 +310,12 @@ class AnyWidthBinding(Binding):
 
     @property
     def workspace_size(self) -> tuple[int, int]:
-        """Bytes of memory for the parts of tiles, and counters of their arrivals; none if no tile is cut."""
+        """Bytes of memory for the parts of tiles, and counters of their arrivals.
+
+        There are none if no tile is cut, or if the parts of a tile meet in a cluster.
+        """
+        if self.tile.clustered:
+            return 0, 0
         w, tile = self.work, self.tile
         return w.partials(tile.x, tile.y) * torch.float32.itemsize, w.counters(tile.groups)
 
