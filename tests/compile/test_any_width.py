@@ -322,7 +322,6 @@ CLUSTERS = [
     ((60, 1536, 4096), {"layout": "NN"}, "64x192x64-g0-w12-s3-cluster-descriptor-k4-swap"),
     ((200, 520, 4096), {}, "128x72x64-g0-w8-s5-cluster-descriptor-k6"),
     ((200, 520, 520), {}, "64x128x64-g0-w4-s4-cluster-descriptor-k6-swap"),
-    ((60, 1536, 4096), {"epilogue": "swiglu"}, "32x64x64-g0-w4-s12-cluster-descriptor-k2-swap"),
     ((60, 1536, 4096), {"weight": "int4"}, "64x128x64-g0-w8-s5-cluster-descriptor-k2-swap"),
     ((60, 1536, 4096), {"weight": "nvfp4"}, "64x64x64-g0-w4-s6-cluster-descriptor-k3-swap"),
     ((30, 1536, 4096), {"weight": "2:4"}, "32x128x64-g0-w8-s10-cluster-descriptor-k2-swap"),
@@ -332,7 +331,6 @@ CLUSTERS = [
         {"dtype": "fp8fast", "scales": "row"},
         "16x64x128-g0-w4-s12-cluster-descriptor-k4-swap",
     ),
-    ((60, 1536, 4096), {"dtype": "fp8", "scales": "row"}, "64x128x128-g0-w8-s6-cluster-descriptor-k4-swap"),
 ]
 
 

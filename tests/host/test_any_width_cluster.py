@@ -20,7 +20,7 @@ import gemmery
 from gemmery import Config, schedules
 from gemmery.kernels.dialect import value_of
 from gemmery.lab.abstract import abstract_problem, linear_problem
-from gemmery.lab.fused_targets import grouped_problem
+from gemmery.lab.fused_targets import abstract_sparse, grouped_problem
 from gemmery.schedules import any_width_cost, clusters
 from gemmery.schedules.any_width_tile import CLUSTER_PART, MOST_STAGES, Tile, x_bytes
 from gemmery.schedules.base import Forms
@@ -32,6 +32,7 @@ from gemmery.select.shapes import device_named, problem_of
 from gemmery.select.space import space_of, tiles_of
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
+from gemmery.kernels import any_width
 from gemmery.kernels import any_width_cluster as kernel
 
 from .device_functions import device_functions
@@ -607,7 +608,7 @@ def test_clusters_are_not_chosen_for_many_tiles():
     assert "cluster" not in {config.schedule for config in candidates(problem(4096, 4096, 4096))}
 
 
-@pytest.mark.parametrize("kind", ["half", "int4", "sparse", "fp8", "fp8fast"])
+@pytest.mark.parametrize("kind", ["half", "int4", "sparse", "fp8fast"])
 def test_each_kind_of_operand_has_clusters(kind):
     if kind == "sparse":
         p = sparse_problem(4, 1536, 16384)
@@ -620,6 +621,29 @@ def test_each_kind_of_operand_has_clusters(kind):
     for config, cost in ranked:
         assert CLUSTER.refusal(p, config) is None, str(config)
         assert cost.total > cost.reduction > 0
+
+
+def test_kinds_that_no_gpu_has_run_are_refused():
+    widened = linear_problem(
+        torch.empty(4, 4096, dtype=torch.bfloat16, device="meta"), abstract_sparse("e4m3", 1536, 4096, torch.bfloat16),
+        H200,
+    )  # fmt: skip
+    for p in (
+        widened,
+        abstract_problem(4, 1536, 4096, device=H200, dtype="fp8"),
+        abstract_problem(4, 1536, 4096, device=H200, epilogue="swiglu"),
+    ):
+        assert "has run in clusters" in CLUSTER.unsuited(p), str(p)
+        assert "cluster" not in {config.schedule for config, _ in rank(p)}
+
+
+def test_a_matrix_descriptor_has_no_bits_of_the_program():
+    """An address has the number of the cluster's program from bit 24 on, where a descriptor has the layout."""
+    for chunk in (16, 8192):
+        for address in (0x400, 0x12340, 0x38000):
+            want = any_width.matrix_descriptor.fn(address, chunk)
+            assert want == address >> 4 | chunk // 16 << 16
+            assert any_width.matrix_descriptor.fn(7 << 24 | address, chunk) == want
 
 
 def cost_of(tiles, split, sms=132):

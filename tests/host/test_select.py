@@ -240,7 +240,11 @@ def test_large_products_get_large_tiles_and_small_ones_small(device):
 @pytest.mark.parametrize("device", ["NVIDIA H100", "NVIDIA H200"])
 @pytest.mark.parametrize("rows", [8, 16])
 def test_a_thin_operand_gets_thin_tiles_whatever_its_layout(device, rows):
-    """Of a tile of 64 rows, most would be zeros that TMA fills in, in any layout."""
+    """Of a tile of 64 rows, most would be zeros that TMA fills in, in any layout.
+
+    With the steps of a tile in a cluster, that is faster nevertheless: 17.6 us with 8 rows, and 19.2 us in thin tiles
+    (`looks/any_width_cluster-bf16`).
+    """
     for turned in (False, True):
         a = torch.empty(4096, rows, dtype=torch.bfloat16, device="meta").mT
         a = a if turned else torch.empty_like(a, memory_format=torch.contiguous_format)
@@ -248,7 +252,7 @@ def test_a_thin_operand_gets_thin_tiles_whatever_its_layout(device, rows):
         out = torch.empty(rows, 4096, dtype=torch.bfloat16, device="meta")
         how = {"scaled": True, "precision": "ieee", "fast_accum": False}
         config, _ = rank(make_problem(a, b, out, None, device=devices.TABLE[device], **how))[0]
-        assert config.block_m <= 32, config
+        assert config.block_m <= 32 or config.schedule == "cluster", config
 
 
 def test_explain_names_what_was_chosen():

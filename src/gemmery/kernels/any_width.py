@@ -74,7 +74,8 @@ def matrix_descriptor(address, CHUNK: gl.constexpr):
     Args:
         CHUNK: bytes from one 64 to the next, where adjacent elements are along the rows.
     """
-    return (address >> 4) | (CHUNK // 16 << 16)
+    # The upper bits of an address say which program of a cluster has the memory.
+    return (address & 0x3FFFF) >> 4 | (CHUNK // 16 << 16)
 
 
 @gluon.constexpr_function

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..kernels.any_width_cluster import MOST
+from ..kernels.any_width_sparse import SparseStage
 from .any_width import AnyWidth
 from .any_width_tile import Numbers
 from .base import Forms
+from .binding import promotes
 from .persistent_static import PersistentStatic, Work
 from .walk import Ints
 
@@ -36,6 +38,10 @@ class Cluster(AnyWidth):
         yield from super().needs(p)
         yield not p.batch and not p.ragged, "one matrix, since tiles of a batch are not cut along K"
         yield p.fusion is None or p.fusion.matrix is None, "an epilogue that reads and writes no other matrix"
+        yield (
+            _has_run(p),
+            "a kind of product that a GPU has run in clusters: 16 bits, fp8 with fast_accum, packed or 2:4",
+        )
 
     def considers(self, problem: Problem, rows: Floats, config: Config | Space) -> np.ndarray:
         c = config
@@ -63,6 +69,18 @@ class Cluster(AnyWidth):
 
     def cuts(self, problem: Problem, config: Config) -> list[str]:
         return ["all tiles are cut along K"]
+
+
+def _has_run(problem: Problem) -> bool:
+    """Whether a GPU has run clusters for operands of this kind.
+
+    Not yet for a weight in two halves, promoted fp8, and a 2:4 weight with fp8 activations. Kept numbers of 8 bits that
+    are widened fail: a thread reads them at an address from a matrix descriptor, which lacks the bits that say which
+    program of a cluster has the memory.
+    """
+    p, staged = problem, problem.b.staged
+    is_narrow = isinstance(staged, SparseStage) and (staged.code != "" or staged.fp8)
+    return not p.paired and not promotes(p) and not is_narrow
 
 
 CLUSTER = Cluster()
