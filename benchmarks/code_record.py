@@ -136,7 +136,8 @@ def describe(problem: Problem, tensors: Any) -> dict[str, Any]:
     given = binding.arguments(*tensors)
     code, options = ir_hash(binding.kernel, given, binding.grid, binding.constants)
     return {
-        "config": str(config), "grid": list(binding.grid), "numbers": numbers(given), "code": code, "options": options,
+        "config": str(config), "grid": list(binding.grid), "cluster": binding.cluster, "numbers": numbers(given),
+        "code": code, "options": options,
     }  # fmt: skip
 
 

@@ -137,7 +137,7 @@ def choices(row, every):
         config = space.configs[i]
         if not every:
             return {str(config): float(times[i])}
-        if config.schedule not in ("cooperative", "pingpong", "sliced_sparse", "tile"):
+        if config.schedule not in ("cooperative", "pingpong", "cluster", "sliced_sparse", "tile"):
             continue
         key = (config.schedule, config.block_n, config.num_warps)
         if taken.setdefault(key, 0) < (every if config.schedule != "tile" else 1):

@@ -7,7 +7,7 @@ import json
 import re
 import sys
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -197,6 +197,7 @@ if SPECIALIZED.available():
         "specialized packed": ("int4_gelu", "bf16", "128x128x64-g1-w8-s4-specialized-descriptor-k2-swap"),
         "specialized scaled": ("scaled_blocks", "e4m3", "128x256x128-g8-w8-s4-specialized-descriptor"),
         "any width adapted": ("adapted_bias", "bf16", "64x64x64-g0-w4-s8-cooperative-descriptor-k2-swap"),
+        "cluster": ("bias_gelu", "bf16", "16x64x64-g0-w4-s8-cluster-descriptor-k2-swap"),
     }
 
 
@@ -211,7 +212,9 @@ def one_workspace(binding):
 def same_way_fused(name):
     """The same for a product whose epilogue was traced."""
     posed, dtype, config = FUSED[name]
-    problem, (given, numbers) = abstract_product(posed, dtype, 300, 1024, TABLE["NVIDIA H200"])
+    # Parts of all tiles of a cluster's config have to run at once.
+    device = replace(TABLE["NVIDIA H200"], sms=1024)
+    problem, (given, numbers) = abstract_product(posed, dtype, 300, 1024, device)
     binding = bind(problem, Config.of(config))
     one_workspace(binding)
     compiled = binding.compile(given, numbers)

@@ -566,6 +566,28 @@ def test_triton_is_told_how_many_programs_a_cluster_has(cluster):
     assert clusters.in_clusters(compiled, cluster) == (8, cluster, 200000)
 
 
+@pytest.mark.parametrize("layout", ["NT", "NN", "TN", "TT"])
+@pytest.mark.parametrize(
+    "text", ["64x64x64-g0-w4-s8-cluster-descriptor-k2", "64x64x64-g0-w4-s8-cluster-descriptor-k2-swap"]
+)
+def test_boxes_are_those_of_the_tensor_maps(layout, text):
+    """On both paths of a launch, a load has as many rows as the kernel is told, whatever its operands' layouts."""
+    p = abstract_problem(64, 1536, 2048, device=H200, layout=layout)
+    binding = schedules.bind(p, Config.of(text))
+    for made in (binding.arguments, binding.direct_arguments):
+        of = dict(zip(binding.kernel.arg_names, made(*samples.arguments(p, "meta")), strict=False))
+        for name, form in zip("xy", binding.forms, strict=True):
+            box = getattr(of[name], "box", of[name].block_shape)
+            assert of[f"{name}_box"] == box[1 if form == "turned" else 0], (name, form)
+
+
+def test_a_kernel_with_scratch_memory_is_refused():
+    run = types.SimpleNamespace(global_scratch_size=0, profile_scratch_size=16)
+    compiled = types.SimpleNamespace(_init_handles=lambda: None, run=run)
+    with pytest.raises(RuntimeError, match="scratch memory"):
+        clusters.launch(compiled, (24, 1, 1), 4, [])
+
+
 def test_a_launch_gives_all_arguments_in_their_order(monkeypatch):
     """The ordinary launch takes the kernel's parameters as they are declared, constants too, over a grid of clusters."""
     p = problem()

@@ -65,6 +65,7 @@ class AnyWidth(PersistentStatic):
     Attributes:
         takes_turns: whether warpgroups take tiles in turn instead of sharing them.
         clustered: whether the programs that have a tile's parts along K are a cluster.
+        binding: of its launches.
     """
 
     title = "tiles of any width"
@@ -79,6 +80,7 @@ class AnyWidth(PersistentStatic):
     fits = ("packed int4",)
     takes_turns: ClassVar[bool] = False
     clustered: ClassVar[bool] = False
+    binding: ClassVar[type[AnyWidthBinding]] = AnyWidthBinding
 
     def needs(self, problem: Problem) -> Iterator[tuple[bool, str]]:
         p = problem
@@ -221,7 +223,7 @@ class AnyWidth(PersistentStatic):
             return "tiles of a batch are not cut along K"
         if forms.ragged == "k" and self.takes_turns:
             return "warpgroups take turns where all tiles have as many steps; ranges of K differ"
-        if not self.clustered and c.split_k > tile.most_parts:
+        if c.split_k > tile.most_parts:
             return f"the ring has room for the partial sums of {tile.most_parts} parts; given {c.split_k}"
         if tile.y % EACH[y_form]:
             kind = (
@@ -259,14 +261,8 @@ class AnyWidth(PersistentStatic):
         return tile, part
 
     def bind(self, problem: Problem, config: Config) -> Binding:
-        return AnyWidthBinding(
-            problem,
-            config,
-            self.work(problem, config),
-            self.tile(config),
-            self.band(problem, config),
-            self.takes_turns,
-        )
+        work, tile, band = self.work(problem, config), self.tile(config), self.band(problem, config)
+        return self.binding(problem, config, work, tile, band, self.takes_turns)
 
     def costs(self, problem: Problem, space: Space, given: Given) -> Costs:
         return any_width_cost.costs(problem, space, given, self.takes_turns, self.clustered)

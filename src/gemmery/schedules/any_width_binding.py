@@ -15,7 +15,6 @@ from ..kernels.any_width_load import LAST_ROW
 from ..kernels.any_width_stage import params_bytes, x_bytes
 from ..kernels.numerics import cast
 from ..operands import DenseAccess
-from . import clusters
 from .any_width_compiled import check_maps, check_memory, waits_for_each
 from .any_width_tile import (
     EIGHT,
@@ -84,12 +83,10 @@ class AnyWidthBinding(Binding):
         p, c = problem, config
         self.problem, self.config, self.tile = p, c, tile
         self.a, self.b = p.a.access(p, is_b=False, tma=True), p.b.access(p, is_b=True, tma=True)
-        # Clusters need no workspace.
-        self.split = None if tile.clustered else Split.of(p, c)
+        self.split = Split.of(p, c)
         self.work, self.band = work, band
         self.kernel = any_width.gemm_any_width
-        self.cluster = work.parts if tile.clustered else 1
-        self.grid = (self.work.programs // self.cluster, 1, 1)
+        self.grid = (self.work.programs, 1, 1)
         forms = Forms.of(p)
         self.forms, self.format = forms_of(c, forms), forms.packed
         self.part = tile.part
@@ -136,11 +133,10 @@ class AnyWidthBinding(Binding):
             return place.next_tile_of_rows if self.problem.ragged == "rows" else place.sized_tile_of_ranges
         if self.problem.batch:
             return place.sized_tile_of_batch
-        is_cut = self.split is not None or self.tile.clustered
-        own = place.sized_part if is_cut else place.sized_tile
-        if self.tile.clustered:
-            own = place.sized_part_of_cluster
-        return own if self.a.ready() is not None else self.a.place(own, is_cut)
+        is_cut = self.split is not None
+        if self.a.ready() is not None:
+            return place.sized_part if is_cut else place.sized_tile
+        return self.a.place(place.sized_part if is_cut else place.sized_tile, is_cut)
 
     def _loops(self, takes_turns: bool, given: object, second: object) -> bool:
         """`LOOPS` of the kernel, as far as it gained on an H200 (`any_width_epilogues-bf16`).
@@ -189,14 +185,6 @@ class AnyWidthBinding(Binding):
         self.constants["WIDTHS"] = widths
         return super().compile(tensors, numbers)
 
-    def launch(self, tensors: Sequence[Any], numbers: Sequence[float] = ()) -> None:
-        if not self.tile.clustered:
-            super().launch(tensors, numbers)
-            return
-        given = dict(zip(self.kernel.arg_names, self.arguments(tensors, numbers), strict=False))
-        arguments = [(given | self.constants)[name] for name in self.kernel.arg_names]
-        clusters.launch(self.compile(tensors, numbers), self.grid, self.cluster, arguments)
-
     def _order(self, compiled: Any, tensors: Sequence[Any], numbers: Sequence[float]) -> tuple[int, ...]:
         """The widths in an order with which products do not wait for each other; () if there is none.
 
@@ -215,17 +203,34 @@ class AnyWidthBinding(Binding):
 
     def check(self, compiled: Any) -> None:
         """Raises RuntimeError unless the ring, its barriers and the tensor maps are where the assembly expects them."""
-        from ..kernels import any_width_given, any_width_order
+        from ..kernels import any_width_order
 
         check_maps(compiled.asm["ptx"])
-        words = 2 * MOST_STAGES + 4 + any_width_given.barriers_of(self.constants["GIVEN"], self.tile.groups)
+        words = 2 * MOST_STAGES + 4 + self.parts_barriers
         words += any_width_order.WORDS.value if self.problem.ragged == "k" else 0
-        words += self.tile.groups if self.tile.clustered else 0
         check_memory(compiled.asm["llir"], self.tile.slots * self.tile.part * ROW, words)
+
+    @property
+    def parts_barriers(self) -> int:
+        """Barriers at which parts of the epilogue's matrix arrive."""
+        from ..kernels import any_width_given
+
+        return int(any_width_given.barriers_of(self.constants["GIVEN"], self.tile.groups))
+
+    @property
+    def counted(self) -> int:
+        """What PLACE divides by last: tiles along N of groups, a matrix's tiles in a batch, or tiles that are cut."""
+        p, c = self.problem, self.config
+        tiles_m, tiles_n = -(-p.M // c.block_m), -(-p.N // c.block_n)
+        if p.ragged == "rows":
+            return tiles_n
+        return tiles_m * tiles_n if p.batch or p.ragged else self.work.cut
 
     def arguments(self, tensors: Sequence[Any], numbers: Sequence[float] = ()) -> list[Any]:
         """The kernel's run-time arguments, as for `Binding.arguments`."""
-        return self._arguments(tensors, numbers, (ROWS, self.part))
+        # TMA loads 64 turned rows at a time.
+        y = ROWS if self.forms[1].endswith("turned") else self.part
+        return self._arguments(tensors, numbers, (ROWS, y))
 
     def direct_arguments(self, tensors: Sequence[Any], numbers: Sequence[float] = ()) -> list[Any]:
         """See `Binding.direct_arguments`."""
@@ -256,15 +261,10 @@ class AnyWidthBinding(Binding):
         workspace = None if self.split is None else self.workspace(out.device)
         tiles_m, tiles_n, band = -(-p.M // c.block_m), -(-p.N // c.block_n), self.band
         last_band = tiles_m - (tiles_m - 1) // band * band
-        # Groups need the divisors of the rows of a tile, and of the tiles along N. A batch needs the divisor of a
-        # matrix's tiles, clusters that of their programs, other problems the divisor of the tiles that are cut along K.
-        is_grouped = p.ragged == "rows"
-        counted = tiles_n if is_grouped else tiles_m * tiles_n if p.batch or p.ragged else self.work.cut
-        if tile.clustered:
-            counted = self.cluster
-        area = c.block_m if is_grouped else band * tiles_n
+        # Groups need the divisor of the rows of a tile.
+        area = c.block_m if p.ragged == "rows" else band * tiles_n
         place_args = self.a.place_args(of_a, numbers[len(numbers) - p.a.numbers :])
-        divisors = map(divisor, (area, band, last_band, max(1, counted)))
+        divisors = map(divisor, (area, band, last_band, max(1, self.counted)))
         return [
             x_map, self._operand(y, not c.swap, self.part, boxes[1]), self._output(out, block), *params,
             self._matrix(extras, block), p.M, p.N, p.K, whole + cut, whole, *parts,
@@ -310,12 +310,7 @@ class AnyWidthBinding(Binding):
 
     @property
     def workspace_size(self) -> tuple[int, int]:
-        """Bytes of memory for the parts of tiles, and counters of their arrivals.
-
-        There are none if no tile is cut, or if the parts of a tile meet in a cluster.
-        """
-        if self.tile.clustered:
-            return 0, 0
+        """Bytes of memory for the parts of tiles, and counters of their arrivals; none if no tile is cut."""
         w, tile = self.work, self.tile
         return w.partials(tile.x, tile.y) * torch.float32.itemsize, w.counters(tile.groups)
 

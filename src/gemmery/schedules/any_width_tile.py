@@ -197,10 +197,11 @@ class Tile(NamedTuple):
             numbers: see `numbers_for`.
         """
         rules = rules_of(stage)
-        # A narrow tile stores fewer columns at a time. A cluster's launch is short, and so is its code.
-        found: Sequence[int] = (self.y,)
         if self.clustered:
+            # A launch of clusters is short, and so is its code.
             return (self.y,)
+        # A narrow tile stores fewer columns at a time.
+        found: Sequence[int] = (self.y,)
         if rules.shared is None:
             if self.y >= PART:
                 found = range(PART, self.widest(numbers) + 1, self.each_of(rules, numbers))
@@ -232,6 +233,8 @@ class Tile(NamedTuple):
     @property
     def most_parts(self) -> int:
         """Parts of a tile that is cut along K. The warpgroup that adds them up has one, and the ring the others."""
+        if self.clustered:
+            return int(MOST.value)
         return 1 + self.ring_rows // self.groups * ROW // (self.own * self.y * 4)
 
     def most_stages(self, format: Stage | None = None) -> int:

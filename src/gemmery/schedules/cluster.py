@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..kernels import place
 from ..kernels.any_width_cluster import MOST
 from ..kernels.any_width_sparse import SparseStage
+from ..operands import Dense
+from . import clusters
 from .any_width import AnyWidth
-from .any_width_tile import Numbers
+from .any_width_binding import AnyWidthBinding
+from .any_width_tile import Numbers, Tile
 from .base import Forms
 from .binding import promotes
 from .persistent_static import PersistentStatic, Work
@@ -20,6 +24,42 @@ if TYPE_CHECKING:
     from ..problem import Config, Problem
     from ..select.space import Space
     from .cost import Floats
+
+
+class ClusterBinding(AnyWidthBinding):
+    """A `Binding` whose programs have one part of a tile each, and no workspace."""
+
+    def __init__(
+        self, problem: Problem, config: Config, work: Work, tile: Tile, band: int, takes_turns: bool
+    ) -> None:
+        super().__init__(problem, config, work, tile, band, takes_turns)
+        self.split, self.cluster = None, work.parts
+        self.grid = (work.programs // work.parts, 1, 1)
+
+    @property
+    def place(self) -> Any:
+        """`PLACE` of the kernel."""
+        own = place.sized_part_of_cluster
+        return own if self.a.ready() is not None else self.a.place(own, True)
+
+    @property
+    def parts_barriers(self) -> int:
+        """Barriers at which a warpgroup's sums arrive."""
+        return self.tile.groups
+
+    @property
+    def counted(self) -> int:
+        """What PLACE divides by last."""
+        return self.work.parts
+
+    def _loops(self, takes_turns: bool, given: object, second: object) -> bool:
+        # Parts are always in a loop.
+        return False
+
+    def launch(self, tensors: Sequence[Any], numbers: Sequence[float] = ()) -> None:
+        given = dict(zip(self.kernel.arg_names, self.arguments(tensors, numbers), strict=False))
+        arguments = [(given | self.constants)[name] for name in self.kernel.arg_names]
+        clusters.launch(self.compile(tensors, numbers), self.grid, self.cluster, arguments)
 
 
 class Cluster(AnyWidth):
@@ -32,6 +72,7 @@ class Cluster(AnyWidth):
     knobs = frozenset({"swap", "rest_n", "split_k"})
     splits = (2, 3, 4, 6, 8)
     clustered = True
+    binding = ClusterBinding
 
     def needs(self, problem: Problem) -> Iterator[tuple[bool, str]]:
         p = problem
@@ -72,15 +113,17 @@ class Cluster(AnyWidth):
 
 
 def _has_run(problem: Problem) -> bool:
-    """Whether a GPU has run clusters for operands of this kind.
+    """Whether a GPU has run clusters for operands of this kind: plain matrices, int4 and 2:4 weights of 16 bits.
 
-    Not yet for a weight in two halves, promoted fp8, and a 2:4 weight with fp8 activations. Kept numbers of 8 bits that
-    are widened fail: a thread reads them at an address from a matrix descriptor, which lacks the bits that say which
-    program of a cluster has the memory.
+    Others compile, but have not run. Kept numbers of 8 bits that are widened fail: a thread reads them at an address
+    from a matrix descriptor, which lacks the bits that say which program of a cluster has the memory.
     """
     p, staged = problem, problem.b.staged
-    is_narrow = isinstance(staged, SparseStage) and (staged.code != "" or staged.fp8)
-    return not p.paired and not promotes(p) and not is_narrow
+    if type(p.a) is not Dense or p.paired or promotes(p):
+        return False
+    if isinstance(staged, SparseStage):
+        return not staged.code and not staged.fp8
+    return not p.b.unpacks or p.b.format == "int4"
 
 
 CLUSTER = Cluster()

@@ -28,8 +28,16 @@ def launch(compiled: Any, grid: tuple[int, int, int], cluster: int, arguments: S
 
     Args:
         arguments: all of the kernel's, constants among them.
+
+    Raises:
+        RuntimeError: the kernel has scratch memory.
     """
     compiled._init_handles()
+    # Triton would make memory for as many programs as there are clusters.
+    if any(getattr(compiled.run, f"{name}_scratch_size", 0) for name in ("global", "profile")):
+        raise RuntimeError(
+            "a kernel with scratch memory, such as an instrumented one, does not run in clusters"
+        )
     active, knobs = triton.runtime.driver.active, triton.knobs.runtime
     stream = active.get_current_stream(active.get_current_device())
     compiled.run(

@@ -253,6 +253,7 @@ def examined(found: Built) -> Inspection:
     reading = time.perf_counter() - begun
     return Inspection(
         problem=found.problem, copies=found.copies, config=found.binding.config, target=arch.name,
-        kernel=found.compiled.metadata.name, programs=found.binding.grid[0], usage=took, occupancy=held, code=code,
-        texts=texts, given=found.given, passed=found.passed, seconds={"compile": found.seconds, "disassemble": reading},
+        kernel=found.compiled.metadata.name, programs=found.binding.grid[0] * found.binding.cluster, usage=took,
+        occupancy=held, code=code, texts=texts, given=found.given, passed=found.passed,
+        seconds={"compile": found.seconds, "disassemble": reading},
     )  # fmt: skip
