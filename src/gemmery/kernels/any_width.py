@@ -442,7 +442,8 @@ def gemm_any_width(
         parts, part_k: the number of parts along K into which each other tile is cut, and the size of a part.
         tiles_m, tiles_n: tiles along M and N.
         area_divisor, band_divisor, last_divisor, cut_divisor: what PLACE divides by, see `place.sized_tile` and
-            `place.sized_tile_of_batch`. Were they in a tuple, Triton would compile a kernel for each of their values.
+            `place.sized_tile_of_batch`; in clusters, the last one is that of their programs. Were they in a tuple,
+            Triton would compile a kernel for each of their values.
         width: rows of Y in a tile, one of WIDTHS.
         band_m: the height of a tile band, see `order`.
         x_box, y_box: rows that the tensor maps load at a time.
@@ -453,9 +454,9 @@ def gemm_any_width(
             K; otherwise ().
         step_args, args: run-time arguments of `scales_of` and of the epilogue.
         workspace: (partials, semaphores): memory for an fp32 tile a part, and zeros, one for each tile that is cut and
-            warpgroup, which are zeros again afterwards. None if no tile is cut.
-        PLACE: `place.sized_tile`, `place.sized_part` with a workspace, `place.sized_tile_of_batch`,
-            `place.next_tile_of_rows`, or `place.sized_tile_of_ranges`.
+            warpgroup, which are zeros again afterwards. None if no tile is cut, and in clusters.
+        PLACE: `place.sized_tile`, `place.sized_part` with a workspace, `place.sized_part_of_cluster`,
+            `place.sized_tile_of_batch`, `place.next_tile_of_rows`, or `place.sized_tile_of_ranges`.
         READY: waits, given `place_args`, for data that the epilogue reads, see `shards.all_there`; None if there is
             nothing to wait for.
         GROUP_OF: `place.group_of`, or None without groups.

@@ -36,7 +36,7 @@ def ahead_of(X_ROWS):
     """The number of steps that are loaded before warps have their roles.
 
     A loading warp issues its first load 800 clocks after warp 0 could have issued it. With tiles of 64 rows of X, six
-    steps instead of two make short products 2 % faster; with larger tiles, warp 0 would begin to multiply too late
+    steps instead of two make short products 1 to 2 % faster; with larger tiles, warp 0 would begin to multiply too late
     (`benchmarks/results/looks/any_width_cluster-bf16.json`).
     """
     return 6 if X_ROWS == 64 else 2
@@ -363,7 +363,7 @@ def begin(
         k, last_k: where the steps begin and end along K, of which there may be none.
         READERS, GROUPS: arrivals at `free` and at `unused`. At `full` each operand arrives, and at a warpgroup's turn
             each warp of the other one.
-        PARTS: barriers at which parts of the epilogue's matrix arrive.
+        PARTS: barriers at which parts of the epilogue's matrix, or of a cluster's sums, arrive.
     """
     full_, stages_, k_, last_, *of_operands, streams_ = (f"${i}" for i in range(1, 13))
     given = [full, stages, k, last_k, row, x_box, x_size, col, width, y_box, y_size, streams]
@@ -414,7 +414,7 @@ def load_steps(
 
     Args:
         full: the address of the first stage's barrier at which they arrive.
-        stage, phase: of the first step; see `rings.later`.
+        stage, phase: of the first step; see `any_width.later`.
         k, last_k: where the steps begin and end along K.
         row, col: where the blocks begin in X and in Y.
         width: rows of Y.

@@ -226,7 +226,7 @@ def multiply_steps(
     Args:
         acc: zeros, for each 64 rows of X as many blocks as the parts of the largest width have.
         full: the address of the first stage's barrier.
-        stage, phase: of the first step; see `rings.later`.
+        stage, phase: of the first step; see `any_width.later`.
         steps: how many there are.
         head_x, head_y: matrix descriptors of the first stage's blocks, see `matrix_descriptor`; of a packed weight
             where its words are, in units of 16 bytes.

@@ -67,7 +67,7 @@ class Stage(Protocol):
         Args:
             rows: of X.
             box: rows that the tensor maps load at a time.
-            several: whether these may be fewer than all.
+            several: whether `box` may be less than `rows`, so that the parameters take several loads.
             maps: the numbers of the kernel's parameters that are tensor maps, of each of `kinds`.
             row, k: registers that say where the step begins.
 
