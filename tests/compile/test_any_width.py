@@ -323,7 +323,6 @@ CLUSTERS = [
     ((200, 520, 4096), {}, "128x72x64-g0-w8-s5-cluster-descriptor-k6"),
     ((200, 520, 520), {}, "64x128x64-g0-w4-s4-cluster-descriptor-k6-swap"),
     ((60, 1536, 4096), {"weight": "int4"}, "64x128x64-g0-w8-s5-cluster-descriptor-k2-swap"),
-    ((60, 1536, 4096), {"weight": "nvfp4"}, "64x64x64-g0-w4-s6-cluster-descriptor-k3-swap"),
     ((30, 1536, 4096), {"weight": "2:4"}, "32x128x64-g0-w8-s10-cluster-descriptor-k2-swap"),
     ((16, 1536, 4096), {"weight": "2:4", "dtype": "fp16"}, "16x64x64-g0-w4-s12-cluster-descriptor-k4-swap"),
     (
