@@ -81,7 +81,7 @@ class Cluster(AnyWidth):
         yield p.fusion is None or p.fusion.matrix is None, "an epilogue that reads and writes no other matrix"
         yield (
             _has_run(p),
-            "a kind of product that a GPU has run in clusters: 16 bits, fp8 with fast_accum, packed or 2:4",
+            "operands of a kind that a GPU has run in clusters: matrices, int4 and 2:4 weights of 16 bits",
         )
 
     def considers(self, problem: Problem, rows: Floats, config: Config | Space) -> np.ndarray:
