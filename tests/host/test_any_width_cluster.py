@@ -20,7 +20,7 @@ import gemmery
 from gemmery import Config, schedules
 from gemmery.kernels.dialect import value_of
 from gemmery.lab.abstract import abstract_problem, linear_problem
-from gemmery.lab.fused_targets import abstract_sparse, grouped_problem
+from gemmery.lab.fused_targets import abstract_sparse, grouped_problem, ranges_problem
 from gemmery.schedules import any_width_cost, clusters
 from gemmery.schedules.any_width_tile import CLUSTER_PART, MOST_STAGES, Tile, x_bytes
 from gemmery.schedules.base import Forms
@@ -454,6 +454,15 @@ def test_groups_of_rows_are_refused():
     for config in rows_of("half"):
         assert not CLUSTER.takes(config, Forms.of(p))
         assert "tiles of a batch are not cut along K" in CLUSTER.refusal(p, config)
+
+
+def test_ranges_of_k_have_no_clusters():
+    """Tiles of ranges of K are split by any schedule that splits, and only by these."""
+    ranked = [config for config, _ in rank(ranges_problem(8192, 32, 2048, 1024, device=H200))]
+    assert "cluster" not in {config.schedule for config in ranked}
+    split = {config.schedule for config in ranked if config.split_k > 1}
+    assert split
+    assert all("split_k" in schedules.of(name).knobs for name in split)
 
 
 @pytest.mark.parametrize("kind", ["half", "int4", "sparse"])

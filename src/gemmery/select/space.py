@@ -201,7 +201,8 @@ def _space(
         if tile.config.schedule not in names:
             continue
         schedule = schedules.of(tile.config.schedule)
-        splits = schedule.splits if (tile.splits or forms.ragged == "k") and not whole else ()
+        is_split = "split_k" in schedule.knobs and (tile.splits or forms.ragged == "k") and not whole
+        splits = schedule.splits if is_split else ()
         found = [replace(tile.config, split_k=parts) for parts in (1, *splits)]
         found = [each for each in found if schedule.takes(each, forms)]
         if not found:
