@@ -276,17 +276,22 @@ def called(inputs, config):
     return gemmery.linear(inputs.a, inputs.b.mT, epilogue=function, args=inputs.args, config=config)
 
 
+def check_launches(inputs, config, repeats):
+    """The result is right, and the same in every launch, the ordinary one among them."""
+    # The result is likely to come into the memory that this leaves.
+    torch.full_like(inputs.out, torch.nan)
+    check(partial(called, inputs, config), inputs, range(inputs.row.M))
+    first = inputs.out.clone()
+    for _ in range(repeats):
+        assert torch.equal(called(inputs, config), first), (str(config), inputs.row)
+    assert torch.equal(by_ordinary_launch(partial(called, inputs, config)), first), (str(config), inputs.row)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_other_kinds_of_operands(kind, rows):
     for row, dtype, config in rows[kind]:
         inputs = make_inputs(row, dtype, 1)
-        # The result is likely to come into the memory that this leaves.
-        torch.full_like(inputs.out, torch.nan)
-        check(partial(called, inputs, config), inputs, range(row.M))
-        first = inputs.out.clone()
-        for _ in range(5):
-            assert torch.equal(called(inputs, config), first), (str(config), row)
-        assert torch.equal(by_ordinary_launch(partial(called, inputs, config)), first), (str(config), row)
+        check_launches(inputs, config, 5)
 
 
 def added(acc, residual):
@@ -557,12 +562,7 @@ def test_clusters_of_fp8(programs):
         inputs = make_inputs(row, dtype, 1)
         for config in clusters_for(of_row(row, dtype, current(torch.device("cuda"))), programs):
             taken += 1
-            torch.full_like(inputs.out, torch.nan)
-            check(partial(called, inputs, config), inputs, range(row.M))
-            first = inputs.out.clone()
-            for _ in range(20):
-                assert torch.equal(called(inputs, config), first), (str(config), row)
-            assert torch.equal(by_ordinary_launch(partial(called, inputs, config)), first), (str(config), row)
+            check_launches(inputs, config, 20)
     assert taken >= 4
 
 

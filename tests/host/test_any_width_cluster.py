@@ -21,7 +21,7 @@ from gemmery import Config, schedules
 from gemmery.kernels.dialect import value_of
 from gemmery.lab.abstract import abstract_problem, linear_problem
 from gemmery.lab.fused_targets import abstract_sparse, grouped_problem, ranges_problem
-from gemmery.schedules import any_width_cost, clusters
+from gemmery.schedules import any_width_cost, cluster_launch
 from gemmery.schedules.any_width_tile import CLUSTER_PART, MOST_STAGES, Tile, x_bytes
 from gemmery.schedules.base import Forms
 from gemmery.schedules.cluster import CLUSTER
@@ -135,7 +135,7 @@ class Cluster:
         self.got[target - 1, barrier] += 16 * EACH
 
     def wait(self, barrier, phase):
-        """What a program waits for must be there once all have sent."""
+        """Raises an error unless every program has received what it waits for."""
         assert phase == 0
         key = self.rank, barrier
         if self.arrivals[key] != 1:
@@ -572,7 +572,7 @@ def test_other_bindings_have_clusters_of_one_program():
 @pytest.mark.parametrize("cluster", [2, 5, 8])
 def test_triton_is_told_how_many_programs_a_cluster_has(cluster):
     compiled = types.SimpleNamespace(packed_metadata=(8, 1, 200000))
-    assert clusters.in_clusters(compiled, cluster) == (8, cluster, 200000)
+    assert cluster_launch.in_clusters(compiled, cluster) == (8, cluster, 200000)
 
 
 @pytest.mark.parametrize("layout", ["NT", "NN", "TN", "TT"])
@@ -594,7 +594,7 @@ def test_a_kernel_with_scratch_memory_is_refused():
     run = types.SimpleNamespace(global_scratch_size=0, profile_scratch_size=16)
     compiled = types.SimpleNamespace(_init_handles=lambda: None, run=run)
     with pytest.raises(RuntimeError, match="scratch memory"):
-        clusters.launch(compiled, (24, 1, 1), 4, [])
+        cluster_launch.launch(compiled, (24, 1, 1), 4, [])
 
 
 def test_a_launch_gives_all_arguments_in_their_order(monkeypatch):
@@ -602,7 +602,7 @@ def test_a_launch_gives_all_arguments_in_their_order(monkeypatch):
     p = problem()
     binding, seen = schedules.bind(p, Config.of(NARROW.format("-k4"))), []
     monkeypatch.setattr(binding, "compile", lambda tensors, numbers=(): "compiled")
-    monkeypatch.setattr(clusters, "launch", lambda *given: seen.append(given))
+    monkeypatch.setattr(cluster_launch, "launch", lambda *given: seen.append(given))
     tensors, numbers = samples.arguments(p, "meta")
     binding.launch(tensors, numbers)
     ((compiled, grid, cluster, arguments),) = seen

@@ -240,9 +240,9 @@ def test_large_products_get_large_tiles_and_small_ones_small(device):
 @pytest.mark.parametrize("device", ["NVIDIA H100", "NVIDIA H200"])
 @pytest.mark.parametrize("rows", [8, 16])
 def test_a_thin_operand_gets_thin_tiles_whatever_its_layout(device, rows):
-    """Of a tile of 64 rows, most would be zeros that TMA fills in, in any layout.
+    """TMA would fill most of a tile of 64 rows with zeros, in any layout.
 
-    With the steps of a tile in a cluster, that is faster nevertheless: 17.6 us with 8 rows, and 19.2 us in thin tiles
+    A cluster, which divides a tile's steps, is faster nevertheless: with 8 rows it takes 17.6 us, and thin tiles 19.2
     (`looks/any_width_cluster-bf16`).
     """
     for turned in (False, True):

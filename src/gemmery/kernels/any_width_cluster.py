@@ -29,6 +29,13 @@ BLOCK_BYTES = gl.constexpr(2048)
 LOADERS = gl.constexpr(4)
 
 
+def _in_each_thread(assembly, _semantic, is_pure=False):
+    """The number that assembly makes in each thread, in $0."""
+    return gl.inline_asm_elementwise(
+        assembly, "=r", [], dtype=gl.int32, is_pure=is_pure, pack=1, _semantic=_semantic
+    )
+
+
 @builtin
 def arrive_in_cluster(_semantic=None):
     """Arrives at the cluster's barrier, once in each thread of a program.
@@ -36,27 +43,19 @@ def arrive_in_cluster(_semantic=None):
     The threads that have initialized barriers have made this visible by a fence. A release here would wait for all of
     a thread's memory operations.
     """
-    gl.inline_asm_elementwise(
-        "barrier.cluster.arrive.relaxed.aligned; mov.b32 $0, 0;", "=r", [],
-        dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic,
-    )  # fmt: skip
+    _in_each_thread("barrier.cluster.arrive.relaxed.aligned; mov.b32 $0, 0;", _semantic)
 
 
 @builtin
 def wait_for_cluster(_semantic=None):
     """Waits until all threads of the cluster have arrived."""
-    gl.inline_asm_elementwise(
-        "barrier.cluster.wait.acquire.aligned; mov.b32 $0, 0;", "=r", [],
-        dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic,
-    )  # fmt: skip
+    _in_each_thread("barrier.cluster.wait.acquire.aligned; mov.b32 $0, 0;", _semantic)
 
 
 @builtin
 def rank_in_cluster(_semantic=None):
     """The number of the program in its cluster, which is that of its part."""
-    return gl.inline_asm_elementwise(
-        "mov.u32 $0, %cluster_ctarank;", "=r", [], dtype=gl.int32, is_pure=True, pack=1, _semantic=_semantic,
-    )  # fmt: skip
+    return _in_each_thread("mov.u32 $0, %cluster_ctarank;", _semantic, is_pure=True)
 
 
 @builtin

@@ -39,7 +39,7 @@ def ahead_of(X_ROWS):
     steps instead of two make short products 1 to 2 % faster; with larger tiles, warp 0 would begin to multiply too late
     (`benchmarks/results/looks/any_width_cluster-bf16.json`).
     """
-    return 6 if X_ROWS == 64 else 2
+    return 6 if SMALL[0] == X_ROWS else 2
 
 
 @gluon.constexpr_function
@@ -456,7 +456,7 @@ def load_steps(
         )
     idle = ""
     if value_of(IDLE):
-        idle = f"{warp} setp.ge.u32 more, warp, {2 if value_of(X_ROWS) == SMALL[0] else 1}; @more bra DONE;"
+        idle = f"{warp} setp.ge.u32 more, warp, {value_of(loaders_of(value_of(X_ROWS)))}; @more bra DONE;"
     gl.inline_asm_elementwise(
         f"{{ {_REGISTERS} .reg .b32 warp; setp.lt.s32 more, {k_}, {last_}; @!more bra DONE;"
         f"{idle} elect.sync _|more, 0xffffffff; @!more bra DONE; mov.b32 stage, {stage_}; mov.b32 phase, {phase_};"

@@ -25,7 +25,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..schedules.clusters import in_clusters
+from ..schedules.cluster_launch import in_clusters
 from ..schedules.workspace import WORKSPACES
 
 #: Launches, given the addresses of a launch's tensors, in the order of `Problem.layouts`, and its numbers; returns

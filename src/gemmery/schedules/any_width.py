@@ -197,7 +197,7 @@ class AnyWidth(PersistentStatic):
             return f"{kind} leaves registers for a width of {widest}"
         if p.a.is_summed and self.repeats(p, np.asarray(p.M), c):
             return "a sum over ranks needs tiles and parts of tiles that do not overlap"
-        if p.epilogue == "add_row" and p.M == 1:
+        if not AnyWidth.considers(self, p, np.asarray(p.M), c):
             return "a row that is added to one row may be the output itself, of which some is stored twice"
         return self._untaken(c, Forms.of(p), numbers)
 

@@ -73,11 +73,11 @@ MEMORY, OVERLAP = Stream(long=1.077, short=1.475, ramp=3.35e-6), 3.92
 #: share tiles. If warpgroups take turns, seconds between tiles, and seconds around the last one, of whose store
 #: `LAST_STORE` counts.
 START = 4.21e-6
+TILE, STORE = 0.660e-6, 1.325
+TURN, LAST, LAST_STORE = 0.297e-6, 0.944e-6, 0.668
 #: Seconds by which tiles of 64 rows of X start sooner, since six of their steps are loaded at once and no start has
 #: divisions (`any_width_cluster-bf16.json`).
 SOONER = 0.15e-6
-TILE, STORE = 0.660e-6, 1.325
-TURN, LAST, LAST_STORE = 0.297e-6, 0.944e-6, 0.668
 #: Seconds that a tile takes more where its epilogue reads a vector, and where tiles are taken in turn.
 VECTOR, VECTOR_IN_TURN = 1.04e-6, 0.6e-6
 #: The first for 16-bit operands, where the vector is that of the rows of X; and where it is that of the rows of Y, once

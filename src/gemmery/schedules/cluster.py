@@ -11,7 +11,7 @@ from ..kernels import place
 from ..kernels.any_width_cluster import MOST
 from ..kernels.any_width_sparse import SparseStage
 from ..operands import Dense
-from . import clusters
+from . import cluster_launch
 from .any_width import AnyWidth
 from .any_width_binding import AnyWidthBinding
 from .any_width_tile import Numbers, Tile
@@ -59,7 +59,7 @@ class ClusterBinding(AnyWidthBinding):
     def launch(self, tensors: Sequence[Any], numbers: Sequence[float] = ()) -> None:
         given = dict(zip(self.kernel.arg_names, self.arguments(tensors, numbers), strict=False))
         arguments = [(given | self.constants)[name] for name in self.kernel.arg_names]
-        clusters.launch(self.compile(tensors, numbers), self.grid, self.cluster, arguments)
+        cluster_launch.launch(self.compile(tensors, numbers), self.grid, self.cluster, arguments)
 
 
 class Cluster(AnyWidth):
