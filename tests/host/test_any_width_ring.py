@@ -612,7 +612,7 @@ def kernel(machine, number, programs, groups, threads, boxes, forms, streams, sc
         "lie_beside": lambda form, second: form == "packed" or form.startswith("sparse"),
         "is_paired": lambda x, y: x.endswith("pairs") or y.endswith("pairs"), "is_turned": lambda form: form.endswith("turned"), "widest_of": max,
         "in_groups": lambda x, y: "grouped" in x + y, "in_ranges": lambda x, y: "ranged" in x,
-        "gl": gl, "ahead_of": ahead_of, "LAST_ROW": any_width_load.LAST_ROW, "SMALL": any_width_load.SMALL, "ROW": ROW, "STAGES": STAGES, "step_of": lambda kind: STEP,
+        "gl": gl, "ahead_of": ahead_of, "loaders_of": any_width_load.loaders_of, "LAST_ROW": any_width_load.LAST_ROW, "SMALL": any_width_load.SMALL, "ROW": ROW, "STAGES": STAGES, "step_of": lambda kind: STEP,
         "later": types.FunctionType(any_width.later.fn.__code__, {"quotient": QUOTIENT}), "shared_at": lambda at: at,
         "matrix_descriptor": lambda address, chunk: address // 16,
         "zeros_of": lambda count: types.SimpleNamespace(values=[None] * count), "in_block": lambda value: value,
