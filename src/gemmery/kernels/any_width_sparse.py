@@ -210,6 +210,8 @@ class SparseStage(NamedTuple):
             f"mul.lo.s32 place, place, {16 * ROW8}; shr.u32 quad, quad, 2; and.b32 quad, quad, 7;"
             f"mad.lo.s32 place, quad, {ROW8}, place; mov.u32 quad, %tid.x; and.b32 quad, quad, 3;"
             "mad.lo.s32 place, quad, 2, place;"
+            # An address in a matrix descriptor lacks the bits that say which program of a cluster has the memory.
+            f"mov.b32 quad, global_smem; and.b32 quad, quad, {0xFF000000}; add.s32 place, place, quad;"
         )
 
     def _stored(self, which: int, i: int) -> str:

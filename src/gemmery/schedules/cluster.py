@@ -9,14 +9,11 @@ import numpy as np
 
 from ..kernels import place
 from ..kernels.any_width_cluster import MOST
-from ..kernels.any_width_sparse import SparseStage
-from ..operands import Dense
 from . import cluster_launch
 from .any_width import AnyWidth
 from .any_width_binding import AnyWidthBinding
 from .any_width_tile import Numbers, Tile
 from .base import Forms
-from .binding import promotes
 from .persistent_static import PersistentStatic, Work
 from .walk import Ints
 
@@ -79,10 +76,6 @@ class Cluster(AnyWidth):
         yield from super().needs(p)
         yield not p.batch and not p.ragged, "one matrix, since tiles of a batch are not cut along K"
         yield p.fusion is None or p.fusion.matrix is None, "an epilogue that reads and writes no other matrix"
-        yield (
-            _has_run(p),
-            "operands of a kind that a GPU has run in clusters: matrices, int4 and 2:4 weights of 16 bits",
-        )
 
     def considers(self, problem: Problem, rows: Floats, config: Config | Space) -> np.ndarray:
         c = config
@@ -110,20 +103,6 @@ class Cluster(AnyWidth):
 
     def cuts(self, problem: Problem, config: Config) -> list[str]:
         return ["all tiles are cut along K"]
-
-
-def _has_run(problem: Problem) -> bool:
-    """Whether a GPU has run clusters for operands of this kind: plain matrices, int4 and 2:4 weights of 16 bits.
-
-    Others compile, but have not run. Kept numbers of 8 bits that are widened fail: a thread reads them at an address
-    from a matrix descriptor, which lacks the bits that say which program of a cluster has the memory.
-    """
-    p, staged = problem, problem.b.staged
-    if type(p.a) is not Dense or p.paired or promotes(p):
-        return False
-    if isinstance(staged, SparseStage):
-        return not staged.code and not staged.fp8
-    return not p.b.unpacks or p.b.format == "int4"
 
 
 CLUSTER = Cluster()

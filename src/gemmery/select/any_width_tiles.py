@@ -42,7 +42,6 @@ class Offer(NamedTuple):
         each: widths are multiples of this; None for all possible widths.
         alone: the largest width of a tile with a single warpgroup.
         numbers: see `schedules.any_width_tile.numbers_for`, where the stage's rules do not say it.
-        clusters: whether there are tiles for clusters, see `schedules.cluster`.
     """
 
     stages: tuple[Stage, ...]
@@ -53,7 +52,6 @@ class Offer(NamedTuple):
     each: int | None = None
     alone: int = 256
     numbers: Numbers | None = None
-    clusters: bool = False
 
 
 #: Each warpgroup has 64 rows.
@@ -68,12 +66,12 @@ def packed(bits: int) -> Offer:
     have fewer stages.
     """
     stages = tuple([StageFormat("", bits, group, "zeros", 0) for group in (STEP, STEP // 4)])
-    return Offer(stages, turns=TURNS, each=16, alone=128, clusters=True)
+    return Offer(stages, turns=TURNS, each=16, alone=128)
 
 
 #: For 2:4 sparse weights of 16 bits, and for those of 8 bits that are widened to 16, with 64 rows for each warpgroup.
-SPARSE = Offer((SparseStage(),), narrow=SHARED_TILES[:2], clusters=True)
-SPARSE8 = SPARSE._replace(stages=(SparseStage("e4m3"),), shared=_SMALL, clusters=False)
+SPARSE = Offer((SparseStage(),), narrow=SHARED_TILES[:2])
+SPARSE8 = SPARSE._replace(stages=(SparseStage("e4m3"),), shared=_SMALL)
 #: For 2:4 sparse weights with fp8 activations. With scales after the product, tiles of 128 rows for each warpgroup
 #: spill: 208 bytes with Triton 3.9, and 248 with 3.6.
 SPARSE_FP8 = Offer((SparseStage(fp8=True),), ROW, _SMALL, narrow=SHARED_TILES[:1])
@@ -145,9 +143,7 @@ def rows(item: int, numbers: Numbers | None = None) -> dict[tuple[str, str], str
         ("descriptor", schedule.name): "\n".join(f"{line}{apart}" for line in lines)
         for schedule, lines in ((COOPERATIVE, shared), (PINGPONG, turns))
     }
-    # Clusters have not run with promoted fp8.
-    if numbers is None:
-        found["descriptor", CLUSTER.name] = "\n".join(f"{line} apart" for line in _clusters(step, numbers))
+    found["descriptor", CLUSTER.name] = "\n".join(f"{line} apart" for line in _clusters(step, numbers))
     return found
 
 
@@ -167,9 +163,7 @@ def staged_rows(offer: Offer) -> dict[tuple[str, str], str]:
             narrow.append(f"{y}x{x}x{offer.step} 0 {4 * groups} {most} 1.0 swap splits")
     shared = [*_rows(offer.shared, offer.step, numbers, offer), *narrow]
     turns = _rows(offer.turns, offer.step, numbers, offer)
-    clusters = []
-    if offer.clusters:
-        clusters = _clusters(offer.step, numbers, offer.stages[0], 0 if offer.narrow else PART)
+    clusters = _clusters(offer.step, numbers, offer.stages[0], 0 if offer.narrow else PART)
     return {
         ("descriptor", schedule.name): "\n".join(f"{line} apart" for line in lines)
         for schedule, lines in ((COOPERATIVE, shared), (PINGPONG, turns), (CLUSTER, clusters))
