@@ -96,6 +96,18 @@ def turn_at(GROUP: gl.constexpr, BARRIERS_AT: gl.constexpr):
     return shared_at(BARRIERS_AT) + 8 * (2 * STAGES + GROUP)
 
 
+@gluon.constexpr_function
+def own_rows(X_ROWS, GROUPS):
+    """Rows of X of each warpgroup that shares a tile."""
+    return (X_ROWS + 64 * GROUPS - 1) // (64 * GROUPS) * 64
+
+
+@gluon.constexpr_function
+def first_row(X_ROWS, OWN, GROUP):
+    """The first of a warpgroup's rows of X. The last warpgroup may share rows with the one before."""
+    return min(GROUP * OWN, X_ROWS - OWN)
+
+
 @builtin
 def computed(value, _semantic=None):
     """Returns the same number, and stops the compiler from computing it after the loop that follows."""
@@ -300,8 +312,8 @@ def consume(
         arrive_in_cluster()
     stages, width = ring[1], tile[0]
     units, whole, parts = state[0], state[1], state[2]
-    OWN: gl.constexpr = X_ROWS if PINGPONG else X_ROWS // GROUPS
-    FIRST: gl.constexpr = 0 if PINGPONG else GROUP * OWN
+    OWN: gl.constexpr = X_ROWS if PINGPONG else own_rows(X_ROWS, GROUPS)
+    FIRST: gl.constexpr = 0 if PINGPONG else first_row(X_ROWS, OWN, GROUP)
     EACH: gl.constexpr = 2 if is_paired(X_FORM, Y_FORM) else 1
     heads = heads_of(stages, FIRST, X_ROWS, FORMAT, X_FORM, Y_FORM)
     stage = gl.to_tensor(0)
@@ -388,8 +400,8 @@ def consume(
                             BUFFERS, PART, BARRIERS_AT,
                         )  # fmt: skip
             spread, first_slot = slots_of(
-                ring, unit + programs >= units, unit < whole, width, own_slot, workspace is not None, FIRST, PINGPONG,
-                X_FORM, SECOND, PART,
+                ring, unit + programs >= units, unit < whole, width, own_slot, workspace is not None,
+                0 if PINGPONG else GROUP * OWN, PINGPONG, X_FORM, SECOND, X_ROWS, PART,
             )  # fmt: skip
             if done:
                 finish_tile(

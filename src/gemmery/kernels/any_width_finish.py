@@ -25,30 +25,33 @@ from .rings import applied, barrier, column_halves, upright
 
 
 @gluon.constexpr_function
-def lie_beside(X_FORM, SECOND):
+def lie_beside(X_FORM, SECOND, X_ROWS):
     """Whether the parts of a program's last tile are adjacent in the ring."""
-    return X_FORM == "packed" or X_FORM.startswith("sparse") or SECOND is not None
+    return X_FORM == "packed" or X_FORM.startswith("sparse") or SECOND is not None or X_ROWS % 64 > 0
 
 
 @gluon.jit
 def slots_of(
-    ring, is_last, is_whole, width, own_slot, CUTS: gl.constexpr, FIRST: gl.constexpr, PINGPONG: gl.constexpr,
-    X_FORM: gl.constexpr, SECOND: gl.constexpr, PART: gl.constexpr,
+    ring, is_last, is_whole, width, own_slot, CUTS: gl.constexpr, BEFORE: gl.constexpr, PINGPONG: gl.constexpr,
+    X_FORM: gl.constexpr, SECOND: gl.constexpr, X_ROWS: gl.constexpr, PART: gl.constexpr,
 ):  # fmt: skip
     """Whether a tile's parts are spread over the ring, and the first of their slots; see `finish_tile`.
 
     They are for the program's last tile, when nothing more is loaded, unless it is cut along K. Returns once the slots
     are free.
+
+    Args:
+        BEFORE: rows of X that the warpgroups before this one store.
     """
-    BESIDE: gl.constexpr = lie_beside(X_FORM, SECOND)
+    BESIDE: gl.constexpr = lie_beside(X_FORM, SECOND, X_ROWS)
     spread = is_last
     if not BESIDE:
         spread = spread & (gl.cdiv(width, PART) <= ring[1])
     if CUTS:
         spread = spread & is_whole
-    in_ring = FIRST // PART
+    in_ring = BEFORE // PART
     if BESIDE:
-        in_ring = FIRST // 64 * gl.cdiv(width, PART) * (1 if SECOND is None else 2)
+        in_ring = BEFORE // 64 * gl.cdiv(width, PART) * (1 if SECOND is None else 2)
     first_slot = gl.where(spread, in_ring, own_slot)
     if spread:
         if PINGPONG or BESIDE:
@@ -236,7 +239,7 @@ def finish_tile(
             run.
     """
     COUNT: gl.constexpr = len(acc) // (OWN // 64)
-    BESIDE: gl.constexpr = lie_beside(X_FORM, SECOND)
+    BESIDE: gl.constexpr = lie_beside(X_FORM, SECOND, X_ROWS)
     RESULTS: gl.constexpr = 1 if SECOND is None else 2
     # Slots of 64 rows of X, and from one part to the next.
     SLOTS: gl.constexpr = 64 // PART

@@ -160,10 +160,12 @@ class SparseStage(NamedTuple):
         if not several:
             return f"{{ {begin} {load} [params], [map, {at}], [at]; }}"
         return (
-            f"{{ .reg .pred more; .reg .b32 last, to, each, count; {begin} add.s32 last, block, {rows >> shift};"
-            f"mov.b32 to, params; shr.u32 count, {box}, {shift}; mul.lo.s32 each, {box}, {self.params // ROWS};\n"
-            f"NEXT: {load} [to], [map, {at}], [at]; add.s32 to, to, each;"
-            "add.s32 block, block, count; setp.lt.s32 more, block, last; @more bra NEXT; }"
+            # The last load may repeat words of the one before.
+            f"{{ .reg .pred more; .reg .b32 first, done, last, n, to, count; {begin} mov.b32 first, block;"
+            f"shr.u32 count, {box}, {shift}; sub.s32 last, {rows >> shift}, count; mov.b32 done, 0;\n"
+            f"NEXT: min.s32 n, done, last; mad.lo.s32 to, n, {self.params >> (6 - shift)}, params;"
+            f"add.s32 block, first, n; {load} [to], [map, {at}], [at];"
+            f"add.s32 done, done, count; setp.lt.s32 more, done, {rows >> shift}; @more bra NEXT; }}"
         )
 
     def begin(self, rows: int, first: int, stages: str, width: str) -> str:
@@ -191,7 +193,7 @@ class SparseStage(NamedTuple):
             f"{self._place()} .reg .pred upper; .reg .b32 lane, part, params, first_params, pick; mov.u32 lane, %tid.x;"
             f"mad.lo.s32 params, {width}, 128, {rows // 16 * self.words}; mul.lo.s32 first_params, params, {stages};"
             "mov.b32 params, global_smem; add.s32 first_params, first_params, params;"
-            f"add.s32 first_params, first_params, {first // ROWS * self.params};"
+            f"add.s32 first_params, first_params, {first * self.params // ROWS};"
             + "".join(
                 f"shr.u32 part, lane, {by}; and.b32 part, part, {mask}; mad.lo.s32 first_params, part, {each},"
                 " first_params;"
@@ -248,7 +250,7 @@ class SparseStage(NamedTuple):
                 as a step of dense fp8.
         """
         own, kind = range(len(sums)), KIND.split(".")[0]
-        each = rows // ROWS * self.params
+        each = rows * self.params // ROWS
         found = [[f"n{len(row) * i + j}" for j in range(len(row))] for i, row in enumerate(sums)]
         pairs = [pair for both in zip(sums, found, strict=True) for pair in zip(*both, strict=True)]
         declared, added = self._registers(len(sums)), ""

@@ -111,4 +111,4 @@ def x_bytes(rows: int, format: Stage | None) -> int:
 
 def params_bytes(rows: int, format: Stage | None) -> int:
     """Bytes of the parameters of `rows` rows of X in a stage."""
-    return 0 if format is None else rows // ROWS * sum(kind.size for kind in format.kinds)
+    return 0 if format is None else rows * sum(kind.size for kind in format.kinds) // ROWS

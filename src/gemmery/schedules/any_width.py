@@ -35,6 +35,8 @@ from .any_width_tile import (
     ROWS,
     RULES,
     SCALED,
+    SHARED_ROWS,
+    SHARING,
     Numbers,
     Tile,
     forms_of,
@@ -132,7 +134,8 @@ class AnyWidth(PersistentStatic):
         ]
         width = np.where(c.swap, c.block_m, c.block_n)
         part = np.minimum(CLUSTER_PART if self.clustered else PART, 1 << np.log2(width).astype(int))
-        return np.asarray(moves_m | moves_n | (width % part > 0))
+        x = np.where(c.swap, c.block_n, c.block_m)
+        return np.asarray(moves_m | moves_n | (width % part > 0) | (x % ROWS > 0))
 
     def tile(self, config: Config) -> Tile:
         """The tile of a config."""
@@ -151,9 +154,11 @@ class AnyWidth(PersistentStatic):
                 f"{' or '.join(map(str, warps))} warps"
             )
         tile = self.tile(c)
-        if tile.own not in (ROWS, 2 * ROWS) or tile.x % tile.own:
+        shares = tile.own == ROWS < tile.x and tile.x % SHARED_ROWS == 0 and tile.x > (tile.groups - 1) * ROWS
+        if tile.own not in (ROWS, 2 * ROWS) or (tile.x % tile.own and not shares):
             raise ValueError(
-                f"Config: the {self.name} schedule needs {ROWS} or {2 * ROWS} rows for each warpgroup of 4 warps"
+                f"Config: the {self.name} schedule needs {ROWS} or {2 * ROWS} rows for each warpgroup of 4 warps, or "
+                f"{ROWS} of which the last two share {SHARED_ROWS}"
             )
         # The operands decide which of these a config may have.
         rules = [each for each in RULES.values() if each.takes_turns or not self.takes_turns]
@@ -195,6 +200,8 @@ class AnyWidth(PersistentStatic):
                 else rules.about or f"{self.tile(c).own} rows for each warpgroup"
             )
             return f"{kind} leaves registers for a width of {widest}"
+        if self.tile(c).x % ROWS and p.fusion is not None and p.fusion.matrix is not None:
+            return "an epilogue that reads or writes another matrix needs warpgroups that share no rows"
         if p.a.is_summed and self.repeats(p, np.asarray(p.M), c):
             return "a sum over ranks needs tiles and parts of tiles that do not overlap"
         if not AnyWidth.considers(self, p, np.asarray(p.M), c):
@@ -219,6 +226,8 @@ class AnyWidth(PersistentStatic):
             return f"num_stages is {c.num_stages}; packed and sparse weights need at least {LEAST_PACKED}"
         if c.num_stages > (most := tile.most_stages(forms.packed)):
             return f"num_stages is {c.num_stages}; of this tile there is shared memory for {most}"
+        if tile.x % ROWS and forms_of(config, forms)[0] not in SHARING:
+            return f"warpgroups can share rows of {', '.join(SHARING)}"
         if (forms.batched or forms.ragged) and c.split_k > 1:
             return "tiles of a batch are not cut along K"
         if forms.ragged == "k" and self.takes_turns:

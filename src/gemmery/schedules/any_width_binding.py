@@ -255,7 +255,7 @@ class AnyWidthBinding(Binding):
         x, y = (b, a) if c.swap else (a, b)
         whole, cut, *parts = self.work.units(c.block_k)
         loaded = [-(-rows // box) * box for rows, box in zip((tile.x, tile.y), boxes, strict=True)]
-        x_size = x_bytes(loaded[0], self.format) + params_bytes(tile.x, self.format)
+        x_size = x_bytes(loaded[0], self.format) + params_bytes(loaded[0], self.format)
         x_map, *params = self._staged(of_b, boxes[0]) or [self._operand(x, c.swap, ROWS, boxes[0])]
         params = [*params, None, None][:2]
         workspace = None if self.split is None else self.workspace(out.device)
@@ -312,7 +312,7 @@ class AnyWidthBinding(Binding):
     def workspace_size(self) -> tuple[int, int]:
         """Bytes of memory for the parts of tiles, and counters of their arrivals; none if no tile is cut."""
         w, tile = self.work, self.tile
-        return w.partials(tile.x, tile.y) * torch.float32.itemsize, w.counters(tile.groups)
+        return w.partials(tile.multiplied, tile.y) * torch.float32.itemsize, w.counters(tile.groups)
 
     def _operand(self, tensor: Any, is_b: bool, rows: int, box: int) -> Any:
         """The descriptor of an operand: the blocks of its type have `rows` rows, and its tensor map loads `box` at a

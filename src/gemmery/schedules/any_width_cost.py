@@ -173,14 +173,16 @@ def costs(problem: Problem, space: Space, given: Given, takes_turns: bool, clust
     terms = TERMS["" if staged is None else staged.kind]
     x, y = np.where(s.swap, s.block_n, s.block_m), np.where(s.swap, s.block_m, s.block_n)
     groups = np.ones_like(s.num_warps) if takes_turns else s.num_warps // 4
+    # Rows that two warpgroups share are multiplied and stored twice.
+    multiplied = -(-x // (ROWS * groups)) * ROWS * groups
     steps = -(-max(p.K, 1) // s.block_k)
     tiles = given.tile_rows(p.matrices, s.block_m) * -(-p.N // s.block_n)
     whole, chunk, parts = Work.divide_many(tiles, steps, device.sms, s.split_k)
     turns = whole + (chunk > 0)
     own_steps = np.maximum(whole * steps + chunk, steps * given.longest(p.matrices) * (whole > 0))
     busy = np.minimum(np.where(whole > 0, tiles, tiles * parts), device.sms)
-    compute = own_steps * 2.0 * x * y * s.block_k / (given.rate * EFFICIENCY)
-    compute = terms.products(p, s, compute, own_steps, x, y, groups)
+    compute = own_steps * 2.0 * multiplied * y * s.block_k / (given.rate * EFFICIENCY)
+    compute = terms.products(p, s, compute, own_steps, multiplied, y, groups)
     share = np.minimum(INTAKE, L2 * device.sms / busy) * device.sm_bandwidth
     # A packed or sparse weight, which is X, has fewer bytes to load.
     loaded = x * (p.b.bits / p.a.bits) + y
@@ -193,10 +195,10 @@ def costs(problem: Problem, space: Space, given: Given, takes_turns: bool, clust
     stream = (CLUSTER_MEMORY if clustered else MEMORY).seconds(given.memory)
     together = np.where(chunk > 0, whole, tiles // device.sms) * steps
     waits = _waits(stream, loop, together / own_steps, together * device.sms / (tiles * steps))
-    elements = x / groups * y
+    elements = multiplied / groups * y
     results = 1 if p.fusion is None or p.fusion.matrix is None or p.fusion.both is None else 2
     store = elements * 2.0 * results / device.store_bandwidth
-    epilogue = _epilogue_seconds(p, s, x * y, elements, takes_turns)
+    epilogue = _epilogue_seconds(p, s, multiplied * y, elements, takes_turns)
     around = (TURN if takes_turns else TILE + store * STORE) + epilogue
     # Loads run ahead across tiles: only the time around the last tile is not overlapped with memory.
     loop = loop + (turns - 1) * around
@@ -204,7 +206,7 @@ def costs(problem: Problem, space: Space, given: Given, takes_turns: bool, clust
     start = terms.start(s, groups) + (FIND if given.in_groups else 0.0) - SOONER * (x == ROWS)
     last = LAST + store * LAST_STORE + epilogue + _code_seconds(p, elements)
     once = start + (last if takes_turns else around)
-    moved = x * y * 4.0 / device.sm_bandwidth
+    moved = multiplied * y * 4.0 / device.sm_bandwidth
     meeting = REDUCTION + TIMES * parts * moved
     if clustered:
         later = busy > CLUSTERS[np.minimum(parts, len(CLUSTERS) - 1)] * device.sms

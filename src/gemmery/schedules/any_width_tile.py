@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 #: Rows of X that a `wgmma` multiplies; bytes of a row of a stage.
 ROWS, ROW = 64, 128
+#: Rows of X that the last two warpgroups of a tile may share. Metadata of sparse weights is of as many rows.
+SHARED_ROWS = 32
 #: Rows that come from one half of a weight in two halves, before as many of the other half; and the least width where
 #: these are Y, since TMA stores at least half as many columns.
 EIGHT, LEAST_PAIRS = 8, 32
@@ -59,6 +61,8 @@ Form = Literal[
     "grouped rows",
     "ranged turned",
 ]
+#: The forms of X of which two warpgroups can share `SHARED_ROWS` rows.
+SHARING: tuple[Form, ...] = ("rows", "pairs", "sparse")
 EACH: dict[Form, int] = {
     "rows": 8, "turned": ROWS, "pairs": 2 * EIGHT, "many rows": 8, "many turned": ROWS, "grouped rows": 8,
     "ranged turned": ROWS,
@@ -160,7 +164,12 @@ class Tile(NamedTuple):
     def of(cls, config: Config, takes_turns: bool) -> Tile:
         x, y = (config.block_n, config.block_m) if config.swap else (config.block_m, config.block_n)
         groups = config.num_warps // 4
-        return cls(x, y, groups, x if takes_turns or not groups else x // groups)
+        return cls(x, y, groups, x if takes_turns or not groups else -(-x // (groups * ROWS)) * ROWS)
+
+    @property
+    def multiplied(self) -> int:
+        """Rows of X that are multiplied, of which two warpgroups may share some."""
+        return self.x if self.own == self.x else self.groups * self.own
 
     def widest(self, numbers: Numbers | None = None) -> int:
         """The largest width that a kernel for this X has registers for.
@@ -253,7 +262,7 @@ class Tile(NamedTuple):
             return 0
         parts = -(-self.y // self.part)
         most = max(programs * -(-parts // programs) for programs in range(2, MOST.value + 1))
-        return self.x * most * self.part * torch.float32.itemsize
+        return self.multiplied * most * self.part * torch.float32.itemsize
 
 
 def forms_of(config: Config, forms: Forms) -> tuple[Form, Form]:

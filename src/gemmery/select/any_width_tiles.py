@@ -23,10 +23,12 @@ SHARED_TILES = ((64, 1, 64), (128, 2, 64), (192, 3, 64), (256, 2, 128))
 #: Rows of X in tiles that are also cut along K. If there are few tiles, none is large.
 CUT = (64, 128)
 TURNS = ((128, 2, 128),)
-#: Columns of narrow tiles, of 64 rows of X.
-NARROW = (16, 32)
+#: Columns of narrow tiles, and the sizes of these: few rows of Y are multiplied so fast that the number of tiles decides,
+#: and how many of them there are depends on the rows of X.
+NARROW = (16, 32, 64)
+NARROW_TILES = ((64, 1, 64), (96, 2, 64), (128, 2, 64), (160, 3, 64), (192, 3, 64))
 #: Rows of X, warpgroups and columns of tiles for clusters.
-CLUSTERS = ((64, 1, (16, 32, 64)), (128, 2, (32, 64, 128)))
+CLUSTERS = ((64, 1, (16, 32, 64)), (96, 2, (16, 32, 64)), (128, 2, (32, 64, 128)))
 #: Fewer stages do not keep the tensor cores busy.
 LEAST_STAGES = 3
 
@@ -38,7 +40,7 @@ class Offer(NamedTuple):
         stages: the weights' stages, those first of which most fit into the ring.
         step: columns of a step.
         shared, turns: sizes of tiles that warpgroups share, and of those that they take in turn.
-        narrow: sizes of which there are tiles as narrow as `NARROW`.
+        narrow: whether there are the tiles of `NARROW_TILES`.
         each: widths are multiples of this; None for all possible widths.
         alone: the largest width of a tile with a single warpgroup.
         numbers: see `schedules.any_width_tile.numbers_for`, where the stage's rules do not say it.
@@ -48,7 +50,7 @@ class Offer(NamedTuple):
     step: int = STEP
     shared: Sizes = SHARED_TILES
     turns: Sizes = ()
-    narrow: Sizes = ()
+    narrow: bool = False
     each: int | None = None
     alone: int = 256
     numbers: Numbers | None = None
@@ -70,11 +72,11 @@ def packed(bits: int) -> Offer:
 
 
 #: For 2:4 sparse weights of 16 bits, and for those of 8 bits that are widened to 16, with 64 rows for each warpgroup.
-SPARSE = Offer((SparseStage(),), narrow=SHARED_TILES[:2])
+SPARSE = Offer((SparseStage(),), narrow=True)
 SPARSE8 = SPARSE._replace(stages=(SparseStage("e4m3"),), shared=_SMALL)
 #: For 2:4 sparse weights with fp8 activations. With scales after the product, tiles of 128 rows for each warpgroup
 #: spill: 208 bytes with Triton 3.9, and 248 with 3.6.
-SPARSE_FP8 = Offer((SparseStage(fp8=True),), ROW, _SMALL, narrow=SHARED_TILES[:1])
+SPARSE_FP8 = Offer((SparseStage(fp8=True),), ROW, _SMALL, narrow=True)
 SPARSE_FP8_ACCURATE = SPARSE_FP8._replace(numbers=PROMOTED)
 
 
@@ -107,6 +109,23 @@ def _widths(tile: Tile, numbers: Numbers | None, offer: Offer | None) -> range:
     return range(PART, widest + 1, offer.each or tile.each_of(rules_of(offer.stages[0])))
 
 
+def _narrow(step: int, numbers: Numbers | None, stage: Stage | None = None) -> list[str]:
+    """The rows of narrow tiles.
+
+    Args:
+        stage: of a weight, which is X; None for matrices.
+    """
+    lines = []
+    for x, groups, own in NARROW_TILES:
+        tiles = [Tile(x, y, groups, own) for y in NARROW if y <= Tile(x, y, groups, own).widest(numbers)]
+        for tile in tiles:
+            # Other rows have the wider ones of whole warpgroups.
+            if tile.y < PART or x % ROWS:
+                behind = f"{step} 0 {4 * groups} {tile.most_stages(stage)} 1.0"
+                lines.append(f"{tile.y}x{x}x{behind} swap splits")
+    return lines
+
+
 def _clusters(step: int, numbers: Numbers | None, stage: Stage | None = None, least: int = 0) -> list[str]:
     """The rows of tiles for clusters.
 
@@ -135,10 +154,9 @@ def rows(item: int, numbers: Numbers | None = None) -> dict[tuple[str, str], str
         numbers: see `schedules.any_width_tile.numbers_for`.
     """
     step = ROW // item
-    narrow = [f"{y}x{ROWS}x{step} 0 4 {Tile(ROWS, y, 1, ROWS).most_stages()} 1.0 swap splits" for y in NARROW]
     # With 16-bit operands they give the bits of other schedules, as was measured; fp8 was not measured.
     apart = "" if item > 1 else " apart"
-    shared, turns = [*_rows(SHARED_TILES, step, numbers), *narrow], _rows(TURNS, step, numbers)
+    shared, turns = [*_rows(SHARED_TILES, step, numbers), *_narrow(step, numbers)], _rows(TURNS, step, numbers)
     found = {
         ("descriptor", schedule.name): "\n".join(f"{line}{apart}" for line in lines)
         for schedule, lines in ((COOPERATIVE, shared), (PINGPONG, turns))
@@ -155,12 +173,8 @@ def scaled_rows() -> dict[tuple[str, str], str]:
 
 def staged_rows(offer: Offer) -> dict[tuple[str, str], str]:
     """The rows for weights that have a `Stage`."""
-    numbers, narrow = offer.numbers or rules_of(offer.stages[0]).numbers, []
-    for x, groups, own in offer.narrow:
-        for y in NARROW:
-            # For the loading warp, a step of few bytes takes as long as one of many.
-            most = Tile(x, y, groups, own).most_stages(offer.stages[0])
-            narrow.append(f"{y}x{x}x{offer.step} 0 {4 * groups} {most} 1.0 swap splits")
+    numbers = offer.numbers or rules_of(offer.stages[0]).numbers
+    narrow = _narrow(offer.step, numbers, offer.stages[0]) if offer.narrow else []
     shared = [*_rows(offer.shared, offer.step, numbers, offer), *narrow]
     turns = _rows(offer.turns, offer.step, numbers, offer)
     clusters = _clusters(offer.step, numbers, offer.stages[0], 0 if offer.narrow else PART)
