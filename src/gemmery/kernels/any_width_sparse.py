@@ -161,11 +161,11 @@ class SparseStage(NamedTuple):
             return f"{{ {begin} {load} [params], [map, {at}], [at]; }}"
         return (
             # The last load may repeat words of the one before.
-            f"{{ .reg .pred more; .reg .b32 first, done, last, n, to, count; {begin} mov.b32 first, block;"
-            f"shr.u32 count, {box}, {shift}; sub.s32 last, {rows >> shift}, count; mov.b32 done, 0;\n"
-            f"NEXT: min.s32 n, done, last; mad.lo.s32 to, n, {self.params >> (6 - shift)}, params;"
-            f"add.s32 block, first, n; {load} [to], [map, {at}], [at];"
-            f"add.s32 done, done, count; setp.lt.s32 more, done, {rows >> shift}; @more bra NEXT; }}"
+            f"{{ .reg .pred more; .reg .b32 first, last, next, own, to, count; {begin} mov.b32 first, block;"
+            f"shr.u32 count, {box}, {shift}; sub.s32 last, {rows >> shift}, count; mov.b32 next, 0;\n"
+            f"NEXT: min.s32 own, next, last; mad.lo.s32 to, own, {self.params >> (6 - shift)}, params;"
+            f"add.s32 block, first, own; {load} [to], [map, {at}], [at];"
+            f"add.s32 next, next, count; setp.lt.s32 more, next, {rows >> shift}; @more bra NEXT; }}"
         )
 
     def begin(self, rows: int, first: int, stages: str, width: str) -> str:
