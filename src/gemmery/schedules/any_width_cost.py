@@ -83,6 +83,8 @@ VECTOR, VECTOR_IN_TURN = 1.04e-6, 0.6e-6
 #: The first for 16-bit operands, where the vector is that of the rows of X; and where it is that of the rows of Y, once
 #: and for each part of a tile, which reads another piece of it.
 VECTOR_X, VECTOR_Y, VECTOR_PART = 0.65e-6, 0.2e-6, 0.65e-6
+#: The first for a cluster, each of whose programs finishes a few parts (`fused_choices-mixed.json`).
+CLUSTERED_VECTOR = 0.2e-6
 #: If warpgroups take turns, each part has its code, and more code takes longer to fetch: the
 #: seconds for the square of the parts of a program's last tile.
 CODE = 0.33e-6
@@ -198,7 +200,7 @@ def costs(problem: Problem, space: Space, given: Given, takes_turns: bool, clust
     elements = multiplied / groups * y
     results = 1 if p.fusion is None or p.fusion.matrix is None or p.fusion.both is None else 2
     store = elements * 2.0 * results / device.store_bandwidth
-    epilogue = _epilogue_seconds(p, s, multiplied * y, elements, takes_turns)
+    epilogue = _epilogue_seconds(p, s, multiplied * y, elements, takes_turns, clustered)
     around = (TURN if takes_turns else TILE + store * STORE) + epilogue
     # Loads run ahead across tiles: only the time around the last tile is not overlapped with memory.
     loop = loop + (turns - 1) * around
@@ -273,7 +275,7 @@ def _waits(stream: Floats, loop: Floats, together: Floats, streamed: Floats) -> 
 
 
 def _epilogue_seconds(
-    problem: Problem, space: Space, area: Floats, elements: Floats, takes_turns: bool
+    problem: Problem, space: Space, area: Floats, elements: Floats, takes_turns: bool, clustered: bool
 ) -> Floats:
     """The seconds that an epilogue adds to a tile.
 
@@ -286,7 +288,9 @@ def _epilogue_seconds(
     of_rows, of_columns = (
         any(bool(x.row) == row and bool(x.col) != row for x in p.extras) for row in (True, False)
     )
-    if takes_turns or not fitted(p):
+    if clustered:
+        seconds = seconds + (of_rows or of_columns) * CLUSTERED_VECTOR
+    elif takes_turns or not fitted(p):
         seconds = seconds + (of_rows or of_columns) * (VECTOR_IN_TURN if takes_turns else VECTOR)
     elif of_rows or of_columns:
         along_y = np.where(space.swap, of_rows, of_columns)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from .base import Forms, Schedule
-from .binding import Binding, refusal_of
-from .cost import OVERLAP, TAIL_EFFICIENCY, Costs, Floats, Given, Stream, added, filled, fitted, stage_bytes
+from .binding import Binding, promotes, refusal_of
+from .cost import OVERLAP, TAIL_EFFICIENCY, Costs, Floats, Given, Stream, added, calls_of, filled, fitted, stage_bytes
 from .walk import Walk, whole_tiles
 from .waves import Split, Waves, cut_last_wave
 
@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 #: Of problems that are `fitted`: the stream of blocks from memory, and the seconds by which a launch takes less than
 #: `Delays` says. Measured on an H200, and used for all GPUs.
 MEMORY, SOONER = Stream(long=0.913, short=0.433, ramp=40e-6), 0.75e-6
+#: Of the same problems with a traced epilogue: its seconds, and those for each function call of a thread beyond 64, whose
+#: code is unrolled; and of fp8 that is promoted, the seconds that a step of 256 columns of a small tile takes more. Fitted to 37 random
+#: products of up to 17 us on an H200 (`looks/fused_choices-mixed.json`).
+TRACED, UNROLLED, MOST_CALLS, PROMOTED, SMALL = 0.6e-6, 2.5e-8, 64, 0.13e-6, 64 * 64
 #: Of groups of rows: the seconds in which a program finds its group; how long the stream from memory takes beside that
 #: of a plain product; and the least area of a tile, with how much faster such tiles are than in plain products. Fitted
 #: to random products on an H200 (`looks/grouped_times-bf16.json`).
@@ -95,13 +99,15 @@ class Tile(Schedule):
         # A tile with much outside the operands ends late.
         late = each * filled(p, s, given) - np.maximum(compute, l2) / np.maximum(work, 1)
         busy = np.maximum(compute, l2) + np.maximum(late, 0) + tail
+        # In large tiles other warps multiply meanwhile.
+        busy = busy + promotes(p) * own_steps * PROMOTED * s.block_k / 256 * np.minimum(1, SMALL / area)
         stream, sooner = (MEMORY.seconds(memory), SOONER) if fitted(p) else (memory, 0.0)
         stream = stream * (STREAM if given.in_groups else 1.0)
         body = (busy**OVERLAP + stream**OVERLAP) ** (1 / OVERLAP)
         store = area * p.out.dtype.itemsize / device.store_bandwidth
         once = device.delays.launch - sooner + self.around(work, together, device.delays.start, store)
         once = once + FIND * (given.in_groups | ((given.ragged == "k") & (parts > 1)))
-        once = once + work / parts * area * self.epilogue(p, s, together)
+        once = once + work / parts * area * self.epilogue(p, s, together) + _traced(p, s)
         reduction = np.where(
             parts > 1, device.delays.reduction + parts * area * 4.0 / device.store_bandwidth, 0.0
         )
@@ -178,6 +184,15 @@ class Tile(Schedule):
         if split is None:
             return []
         return [f"K is cut into {split.parts} parts for separate programs; drawn uncut"]
+
+
+def _traced(problem: Problem, space: Space) -> Floats:
+    """Seconds that a traced epilogue adds to a launch."""
+    p, s = problem, space
+    if p.fusion is None or not fitted(p):
+        return np.zeros(1)
+    calls = calls_of(p) * s.block_m * s.block_n / (s.num_warps * p.device.target.warp_size)
+    return np.asarray(TRACED + UNROLLED * np.maximum(calls - MOST_CALLS, 0))
 
 
 TILE = Tile()

@@ -28,7 +28,11 @@ TURNS = ((128, 2, 128),)
 NARROW = (16, 32, 64)
 NARROW_TILES = ((64, 1, 64), (96, 2, 64), (128, 2, 64), (160, 3, 64), (192, 3, 64))
 #: Rows of X, warpgroups and columns of tiles for clusters.
-CLUSTERS = ((64, 1, (16, 32, 64)), (96, 2, (16, 32, 64)), (128, 2, (32, 64, 128)))
+CLUSTERS = (
+    (64, 1, (16, 32, 64, 80, 96, 112, 128, 144)),
+    (96, 2, (16, 32, 64)),
+    (128, 2, (32, 64, 96, 128, 160)),
+)
 #: Fewer stages do not keep the tensor cores busy.
 LEAST_STAGES = 3
 
@@ -137,7 +141,7 @@ def _clusters(step: int, numbers: Numbers | None, stage: Stage | None = None, le
     for x, groups, widths in CLUSTERS:
         for y in widths:
             tile = Tile(x, y, groups, ROWS, clustered=True)
-            if not least <= y <= tile.widest(numbers):
+            if not least <= y <= tile.widest(numbers) or tile.most_stages(stage) < LEAST_STAGES:
                 continue
             behind = f"{step} 0 {4 * groups} {tile.most_stages(stage)} 1.0"
             lines.append(f"{y}x{x}x{behind} swap splits")
