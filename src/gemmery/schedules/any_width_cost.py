@@ -94,6 +94,9 @@ MATRIX = 0.6e-6
 PART = 64 * 64
 #: Seconds that parts of a tile take to meet, beside the time of their bytes, and how often each byte is on its way.
 REDUCTION, TIMES = 0.663e-6, 3.10
+#: The additional seconds of the first with a packed weight; and in a cluster, those for each column of a tile with one
+#: warpgroup (`fused_choices-mixed.json`).
+PACKED_REDUCTION, PACKED_CLUSTERED = 0.9e-6, 0.83e-8
 #: The same for a cluster, through shared memory, and its stream of blocks from memory. The shares of multiprocessors
 #: that clusters of up to 8 programs have at the same time, and seconds until later clusters start. Fitted to 470 times
 #: of 75 products (`any_width_cluster-bf16.json`).
@@ -209,10 +212,11 @@ def costs(problem: Problem, space: Space, given: Given, takes_turns: bool, clust
     last = LAST + store * LAST_STORE + epilogue + _code_seconds(p, elements)
     once = start + (last if takes_turns else around)
     moved = multiplied * y * 4.0 / device.sm_bandwidth
-    meeting = REDUCTION + TIMES * parts * moved
+    meeting = REDUCTION + p.b.unpacks * PACKED_REDUCTION + TIMES * parts * moved
     if clustered:
         later = busy > CLUSTERS[np.minimum(parts, len(CLUSTERS) - 1)] * device.sms
         meeting = CLUSTERED + CLUSTERED_TIMES * moved + later * (body + AGAIN)
+        meeting = meeting + p.b.unpacks * PACKED_CLUSTERED * y / groups
     reduction = np.where(chunk > 0, meeting, 0.0)
     # So a tile that is not cut gets the kernel without that code.
     idle = np.where((s.split_k > 1) & (chunk == 0), IDLE, 1.0)

@@ -23,6 +23,9 @@ MEMORY, SOONER = Stream(long=0.913, short=0.433, ramp=40e-6), 0.75e-6
 #: code is unrolled; and of fp8 that is promoted, the seconds that a step of 256 columns of a small tile takes more. Fitted to 37 random
 #: products of up to 17 us on an H200 (`looks/fused_choices-mixed.json`).
 TRACED, UNROLLED, MOST_CALLS, PROMOTED, SMALL = 0.6e-6, 2.5e-8, 64, 0.13e-6, 64 * 64
+#: Of packed weights: the part of a program's time that each other program on its multiprocessor adds. While one unpacks,
+#: another one multiplies. Fitted to 22 random products with int4 (`looks/fused_choices-mixed.json`).
+BESIDE = 0.7
 #: Of groups of rows: the seconds in which a program finds its group; how long the stream from memory takes beside that
 #: of a plain product; and the least area of a tile, with how much faster such tiles are than in plain products. Fitted
 #: to random products on an H200 (`looks/grouped_times-bf16.json`).
@@ -87,6 +90,8 @@ class Tile(Schedule):
         area = s.block_m * s.block_n
         faster = np.where((area >= LARGE) & given.in_groups, FASTER, 1.0)
         compute = own_steps * 2.0 * area * s.block_k / (rate * s.efficiency * faster)
+        if p.b.unpacks:
+            compute = compute * (1 + BESIDE * (together - 1)) / together
         l2_bandwidth_per_sm = device.sm_bandwidth
         l2 = own_steps * stage / np.minimum(l2_bandwidth_per_sm, in_flight)
         # The tail's small tiles, one after the other.
@@ -129,7 +134,11 @@ class Tile(Schedule):
         area = s.block_m * s.block_n
         staging = area * problem.out.dtype.itemsize / (1 + s.split_store)
         # The tile is stored through the memory that its blocks were loaded into.
-        shared = np.maximum(stage * s.num_stages, staging) + 1024
+        loaded = stage * s.num_stages
+        if problem.b.unpacks:
+            # A block of a packed weight is in registers before the last stage is loaded.
+            loaded = loaded - s.block_n * s.block_k * problem.b.bits / 8
+        shared = np.maximum(loaded, staging) + 1024
         threads = s.num_warps * problem.device.target.warp_size
         registers = (area / threads + OTHER_REGISTERS) * threads
         fit = np.minimum(problem.device.target.shared / shared, REGISTERS / registers)
