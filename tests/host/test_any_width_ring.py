@@ -617,6 +617,7 @@ def kernel(machine, number, programs, groups, threads, boxes, forms, streams, sc
         "later": types.FunctionType(any_width.later.fn.__code__, {"quotient": QUOTIENT}), "shared_at": lambda at: at,
         "matrix_descriptor": lambda address, chunk: address // 16,
         "zeros_of": lambda count: types.SimpleNamespace(values=[None] * count), "in_block": lambda value: value,
+        "prefetch_vectors": lambda *given: None,
         "barrier": barrier, "computed": lambda value: value, "mbarrier": types.SimpleNamespace(wait=machine.wait, arrive=machine.arrive),
         "tma": types.SimpleNamespace(store_wait=lambda left: None)
     } | changes  # fmt: skip
@@ -862,7 +863,7 @@ def emulate(
             machine.changed()
         threads[threading.get_ident()] = 32 * warp
         wait_for_roles()
-        names["produce"](ring, first(), sizes, state, tile, loads, place, *behind, False, clustered, *lie)
+        names["produce"](ring, first(), sizes, state, tile, loads, ((), ()), place, *behind, False, clustered, *lie)
 
     loading = 2 if x_rows == any_width_load.SMALL[0] else 1
     loaders = [

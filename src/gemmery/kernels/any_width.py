@@ -55,6 +55,7 @@ from .any_width_load import (
     load_steps,
     loaders_of,
     prefetch_maps,
+    prefetch_vectors,
     shared_at,
     unused,
 )
@@ -179,7 +180,7 @@ def placed(
 
 @gluon.jit
 def produce(
-    ring, first, shape, state, tile, loads, PLACE: gl.constexpr, X_ROWS: gl.constexpr, STEP: gl.constexpr,
+    ring, first, shape, state, tile, loads, vectors, PLACE: gl.constexpr, X_ROWS: gl.constexpr, STEP: gl.constexpr,
     SWAP: gl.constexpr, CLUSTERED: gl.constexpr, FORMAT: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr,
     BARRIERS_AT: gl.constexpr,
 ):  # fmt: skip
@@ -187,6 +188,7 @@ def produce(
 
     Args:
         first: what `corner` says of the program's first unit.
+        vectors: see `gemm_any_width`.
     """
     if CLUSTERED:
         arrive_in_cluster()
@@ -203,6 +205,9 @@ def produce(
             row, col, end, first_k, last_k, batch, known = corner(
                 unit, known, state, shape, tile, PLACE, X_ROWS, SWAP, X_FORM, Y_FORM
             )
+        # The epilogue would have to wait for memory.
+        prefetch_vectors(vectors[0], row, X_ROWS, shape[1] if SWAP else shape[0])
+        prefetch_vectors(vectors[1], col, tile[0], shape[0] if SWAP else shape[1])
         load_steps(
             shared_at(BARRIERS_AT), stage, phase, ring[1], first_k, last_k, row, x_box, x_size, col, tile[0], y_box,
             y_size, streams, end if in_ranges(X_FORM, Y_FORM) else batch, X_ROWS, STEP, FORMAT, X_FORM, Y_FORM,
@@ -433,7 +438,7 @@ def consume(
 def gemm_any_width(
     x, y, out, scales, shifts, matrix, M, N, K, units, whole, parts, part_k, tiles_m, tiles_n, area_divisor,
     band_divisor, last_divisor, cut_divisor, width, band_m, x_box, x_size, y_box, y_size, streams, stages,
-    stages_divisor, place_args, step_args, args, workspace,
+    stages_divisor, place_args, step_args, args, workspace, vectors,
     PLACE: gl.constexpr, READY: gl.constexpr, GROUP_OF: gl.constexpr, GIVEN: gl.constexpr, SECOND: gl.constexpr,
     EPILOGUE: gl.constexpr, CAST: gl.constexpr,
     KIND: gl.constexpr, PROMOTES: gl.constexpr, EVERY: gl.constexpr, X_ROWS: gl.constexpr, WIDTHS: gl.constexpr,
@@ -467,6 +472,7 @@ def gemm_any_width(
         step_args, args: run-time arguments of `scales_of` and of the epilogue.
         workspace: (partials, semaphores): memory for an fp32 tile a part, and zeros, one for each tile that is cut and
             warpgroup, which are zeros again afterwards. None if no tile is cut, and in clusters.
+        vectors: vectors along X that the epilogue reads, and those along Y, of which a tile's elements are prefetched.
         PLACE: `place.sized_tile`, `place.sized_part` with a workspace, `place.sized_part_of_cluster`,
             `place.sized_tile_of_batch`, `place.next_tile_of_rows`, or `place.sized_tile_of_ranges`.
         READY: waits, given `place_args`, for data that the epilogue reads, see `shards.all_there`; None if there is
@@ -544,7 +550,7 @@ def gemm_any_width(
         ),
         produce,
         (
-            ring, first, shape, state, tile, loads, PLACE, X_ROWS, STEP, SWAP, CLUSTERED, FORMAT, X_FORM, Y_FORM,
+            ring, first, shape, state, tile, loads, vectors, PLACE, X_ROWS, STEP, SWAP, CLUSTERED, FORMAT, X_FORM, Y_FORM,
             BARRIERS_AT,
         ),
         GROUPS, LOADERS if CLUSTERED else loaders_of(X_ROWS), REGISTERS, LOADER_REGISTERS,

@@ -353,6 +353,33 @@ def prefetch_maps(FORMAT, X_FORM, Y_FORM, _semantic=None):
 
 
 @builtin
+def prefetch_vector(at, first, count, size, _semantic=None):
+    """Prefetches elements of a vector into L2, in one warp.
+
+    Args:
+        at: where the vector is; its elements are adjacent.
+        first, count: which elements; at most 32 times 128 bytes.
+        size: how many the vector has. Elements behind it are left out.
+    """
+    item = at.dtype.element_ty.primitive_bitwidth // 8
+    gl.inline_asm_elementwise(
+        "{ .reg .pred own; .reg .b32 own_first; .reg .b64 own_at; mov.u32 own_first, %laneid;"
+        f"mul.lo.s32 own_first, own_first, {128 // item}; setp.lt.s32 own, own_first, $3;"
+        "add.s32 own_first, own_first, $2; setp.lt.and.s32 own, own_first, $4, own;"
+        f"mad.wide.s32 own_at, own_first, {item}, $1; @own prefetch.global.L2 [own_at]; mov.b32 $0, 0; }}",
+        "=r,l,r,r,r", [at, first, count, size],
+        dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic,
+    )  # fmt: skip
+
+
+@gluon.jit
+def prefetch_vectors(vectors, first, count, size):
+    """As `prefetch_vector`, of some vectors."""
+    for i in gl.static_range(len(vectors)):
+        prefetch_vector(vectors[i], first, count, size)
+
+
+@builtin
 def begin(
     full, stages, k, last_k, row, x_box, x_size, col, width, y_box, y_size, streams, batch, READERS, GROUPS, X_ROWS,
     STEP, FORMAT, X_FORM, Y_FORM, PARTS=0, _semantic=None,

@@ -270,8 +270,19 @@ class AnyWidthBinding(Binding):
             self._matrix(extras, block), p.M, p.N, p.K, whole + cut, whole, *parts,
             tiles_m, tiles_n, *divisors, tile.y, band, boxes[0], x_size, boxes[1], loaded[1] * ROW, self.streams,
             c.num_stages, divisor(c.num_stages), place_args, step_args,
-            epilogue_arguments(p, self.part, given, numbers), workspace,
+            epilogue_arguments(p, self.part, given, numbers), workspace, self._vectors(extras),
         ]  # fmt: skip
+
+    def _vectors(self, extras: Sequence[Any]) -> tuple[tuple[Any, ...], ...]:
+        """Vectors along X and along Y with adjacent elements that the epilogue reads, each element once."""
+        p = self.problem
+        if p.batch or p.ragged or p.paired:
+            return (), ()
+        along_m, along_n = (
+            tuple([x for layout, x in zip(p.extras, extras, strict=False) if (layout.row, layout.col) == steps])
+            for steps in ((1, 0), (0, 1))
+        )
+        return (along_n, along_m) if self.config.swap else (along_m, along_n)
 
     def _output(self, out: Any, block: tuple[int, int]) -> Any:
         """The descriptor of the output, for blocks that are stored at a time."""
