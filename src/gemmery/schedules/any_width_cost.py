@@ -78,8 +78,9 @@ TURN, LAST, LAST_STORE = 0.297e-6, 0.944e-6, 0.668
 #: Seconds by which tiles of 64 rows of X start sooner, since six of their steps are loaded at once and no start has
 #: divisions (`any_width_cluster-bf16.json`).
 SOONER = 0.15e-6
-#: Seconds that a tile takes more where its epilogue reads a vector, and where tiles are taken in turn.
-VECTOR, VECTOR_IN_TURN = 1.04e-6, 0.6e-6
+#: Seconds that a tile takes more where its epilogue reads a vector, and where tiles are taken in turn; there, if the
+#: operands are fp8, the program's last tile takes `VECTOR_LAST` more (`vectors_prefetched-mixed.json`).
+VECTOR, VECTOR_IN_TURN, VECTOR_LAST = 1.04e-6, 0.6e-6, 1.2e-6
 #: The first for 16-bit operands, where the vector is that of the rows of X; and where it is that of the rows of Y, once
 #: and for each part of a tile, which reads another piece of it.
 VECTOR_X, VECTOR_Y, VECTOR_PART = 0.65e-6, 0.2e-6, 0.65e-6
@@ -210,6 +211,8 @@ def costs(problem: Problem, space: Space, given: Given, takes_turns: bool, clust
     body = np.maximum((loop**OVERLAP + stream**OVERLAP) ** (1 / OVERLAP), waits)
     start = terms.start(s, groups) + (FIND if given.in_groups else 0.0) - SOONER * (x == ROWS)
     last = LAST + store * LAST_STORE + epilogue + _code_seconds(p, elements)
+    if takes_turns and p.extras and not fitted(p):
+        last = last + VECTOR_LAST
     once = start + (last if takes_turns else around)
     moved = multiplied * y * 4.0 / device.sm_bandwidth
     meeting = REDUCTION + p.b.unpacks * PACKED_REDUCTION + TIMES * parts * moved
