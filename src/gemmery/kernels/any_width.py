@@ -328,7 +328,7 @@ def consume(
     own = gl.program_id(0)
     programs = gl.num_programs(0)
     every = programs
-    steps = gl.cdiv(shape[2], step_of(KIND))
+    steps = gl.cdiv(shape[2], step_of(KIND, FORMAT))
     if PINGPONG:
         own += GROUP * every
         every *= 2
@@ -364,7 +364,7 @@ def consume(
         scales = ()
         if EVERY is not None:
             scales = scales_of(step_args, row + FIRST, col, (end, shape[1]), first_k, EVERY[0], EVERY[1])
-        own_steps = gl.cdiv(last_k - first_k, step_of(KIND))
+        own_steps = gl.cdiv(last_k - first_k, step_of(KIND, FORMAT))
         acc = sum_steps(
             heads, ring, own_steps, stage, phase, width, turn_at(1 - GROUP, BARRIERS_AT), scales, KIND, PROMOTES,
             X_ROWS, FIRST, OWN, WIDTHS, PART, FORMAT, X_FORM, Y_FORM, PINGPONG, BARRIERS_AT,
@@ -510,7 +510,7 @@ def gemm_any_width(
     loads = (x_box, x_size, y_box, y_size, streams)
     PAIRED: gl.constexpr = is_paired(X_FORM, Y_FORM)
     PART: gl.constexpr = out.block_type.shape[-2] if SWAP else out.block_type.shape[-1] * (2 if PAIRED else 1)
-    STEP: gl.constexpr = step_of(KIND)
+    STEP: gl.constexpr = step_of(KIND, FORMAT)
     RING_BYTES: gl.constexpr = RING_ROWS * ROW
     SLOT: gl.constexpr = 64 * PART * 2
     SLOTS: gl.constexpr = RING_BYTES // SLOT + GROUPS * BUFFERS

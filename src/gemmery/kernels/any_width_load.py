@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 
 from .any_width_loop import STAGES, WAIT, format_of
-from .any_width_stage import params_bytes, x_bytes
+from .any_width_stage import params_bytes, x_bytes, y_blocks_of
 from .dialect import value_of
 
 #: Bytes of a row of a stage, the unit that TMA swizzles.
@@ -248,11 +248,14 @@ def _operands(X_ROWS, FORMAT, X_FORM, Y_FORM, batch, row, x_box, x_size, col, wi
         _Operand(
             "x", _load("x", value_of(X_FORM), columns, batch), row, str(rows), x_box, x_size, each, params
         ),
-        _Operand("y", _load("y", value_of(Y_FORM), 1, batch), col, width, y_box, y_size, ROW.value, lambda several: ""),
+        _Operand(
+            "y", _load("y", value_of(Y_FORM), 1, batch, width if y_blocks_of(format) > 1 else ""), col, width, y_box,
+            y_size, ROW.value, lambda several: "",
+        ),
     )  # fmt: skip
 
 
-def _load(name, FORM, columns, batch):
+def _load(name, FORM, columns, batch, rows=""):
     """A function that writes the assembly of a load; see `_Operand.load`.
 
     Args:
@@ -260,6 +263,8 @@ def _load(name, FORM, columns, batch):
         FORM: its form.
         columns: for which one place along K stands.
         batch: a register with the number of the matrix, in a batch; or with the end of the range of K.
+        rows: if each row has two blocks, which are adjacent along K, a register with the rows of a block. The second
+            ones follow the first ones.
     """
     code = f"cp.async.bulk.tensor.{_DIMS[FORM]}d.shared::cluster.global.mbarrier::complete_tx::bytes"
     # The assembler would make a slow division of one by a constant.
@@ -284,7 +289,13 @@ def _load(name, FORM, columns, batch):
             ),
             "packed": ("{zero, line, strip}", f"mov.b32 zero, 0; {line} shr.u32 strip, {row}, 4;"),
         }[FORM]
-        return f"{before} {code}{'.L2::cache_hint' * bool(policy)} [{to}], [{name}_map, {at}], [at]{policy};"
+        made = f"{before} {code}{'.L2::cache_hint' * bool(policy)} [{to}], [{name}_map, {at}], [at]{policy};"
+        if rows:
+            made += (
+                f"add.s32 line, k, {ROW.value // 2}; mad.lo.s32 strip, {rows}, {ROW.value}, {to};"
+                f"{code}{'.L2::cache_hint' * bool(policy)} [strip], [{name}_map, {{line, {row}}}], [at]{policy};"
+            )
+        return made
 
     return load
 
@@ -297,10 +308,10 @@ _REGISTERS = (
 )
 
 
-def _places(x_bytes, stages, width):
+def _places(x_bytes, stages, width, y_blocks):
     """Assembly that finds the places and sizes of the first stage's blocks, and a cache policy."""
     return (
-        f"mov.b32 x_first, global_smem; mov.b32 x_bytes, {x_bytes}; mul.lo.s32 y_bytes, {width}, {ROW.value};"
+        f"mov.b32 x_first, global_smem; mov.b32 x_bytes, {x_bytes}; mul.lo.s32 y_bytes, {width}, {ROW.value * y_blocks};"
         f"mad.lo.s32 y_first, {stages}, x_bytes, x_first; mad.lo.s32 params_first, {stages}, y_bytes, y_first;"
         "createpolicy.fractional.L2::evict_first.b64 policy, 1.0;"
     )
@@ -393,6 +404,7 @@ def begin(
         PARTS: barriers at which parts of the epilogue's matrix, or of a cluster's sums, arrive.
     """
     full_, stages_, k_, last_, *of_operands, streams_ = (f"${i}" for i in range(1, 13))
+    format = format_of(FORMAT)
     given = [full, stages, k, last_k, row, x_box, x_size, col, width, y_box, y_size, streams]
     given += matrix_of(batch, X_FORM, Y_FORM)
     x, y = _operands(X_ROWS, FORMAT, X_FORM, Y_FORM, "$13", *of_operands)
@@ -418,7 +430,7 @@ def begin(
         "mov.u32 warp, %tid.x; shr.u32 warp, warp, 5; setp.ne.s32 more, warp, 0; @more bra OTHERS;"
         f"{made(0, ahead, 2)} fence.mbarrier_init.release.cluster; setp.lt.s32 more, {k_}, {last_}; @!more bra DONE;"
         f"mov.b32 stage, 0; mov.b32 at, {full_}; mov.b32 k, {k_};"
-        f"{_places(x_bytes(value_of(X_ROWS), format_of(FORMAT)), stages_, of_operands[4])}"
+        f"{_places(x_bytes(value_of(X_ROWS), format), stages_, of_operands[4], y_blocks_of(format))}"
         f"{x.setup(maps.x, streams_)} {y.setup(maps.y, streams_)} {_steps((x, y), '', last_, STEP, '')}"
         # Behind warp 0's code: branches before it would become a jump table, whose fetch delays warp 0.
         "\nOTHERS:" + "".join(f"setp.eq.s32 more, warp, {i + 1}; @more bra OTHER{i};" for i in range(2)) + "bra OTHER2;"
@@ -467,6 +479,7 @@ def load_steps(
         begins = "".join(f"@wraps mov.b32 {x.name}, {x.name}_first;" for x in operands)
         return f"{{ {_steps(operands, free, last_, STEP, wraps + begins)} }}"
 
+    format = format_of(FORMAT)
     given = [full, stage, phase, stages, k, last_k, row, x_box, x_size, col, width, y_box, y_size, streams]
     given += matrix_of(batch, X_FORM, Y_FORM)
     x, y = _operands(X_ROWS, FORMAT, X_FORM, Y_FORM, "$15", *of_operands)
@@ -488,7 +501,7 @@ def load_steps(
         f"{{ {_REGISTERS} .reg .b32 warp; setp.lt.s32 more, {k_}, {last_}; @!more bra DONE;"
         f"{idle} elect.sync _|more, 0xffffffff; @!more bra DONE; mov.b32 stage, {stage_}; mov.b32 phase, {phase_};"
         f"mov.b32 k, {k_}; mad.lo.s32 at, stage, 8, {full_};"
-        f"{_places(x_bytes(value_of(X_ROWS), format_of(FORMAT)), stages_, width_)}"
+        f"{_places(x_bytes(value_of(X_ROWS), format), stages_, width_, y_blocks_of(format))}"
         f"{x.setup(maps.x, streams_)} {y.setup(maps.y, streams_)} {loads}\nDONE: mov.b32 $0, 0; }}",
         ",".join(["=r"] + ["r"] * len(given)), given,
         dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic,

@@ -9,7 +9,7 @@ from triton.experimental.gluon.language._core import builtin
 
 from .any_width_packed import StageFormat
 from .any_width_sparse import SparseStage
-from .any_width_stage import HEAD, x_bytes
+from .any_width_stage import HEAD, x_bytes, y_blocks_of
 from .dialect import value_of
 
 #: Stages that there are barriers for.
@@ -36,9 +36,9 @@ def x_bytes_of(rows, FORMAT):
 
 
 @gluon.constexpr_function
-def step_of(KIND):
+def step_of(KIND, FORMAT):
     """Elements along K of a stage."""
-    return 64 if "16" in KIND else 128
+    return 64 if "16" in KIND and (FORMAT is None or not FORMAT.startswith("2:4/16/")) else 128
 
 
 #: Assembly that waits, each thread on its own, until the phase of this parity of a barrier is complete. Before Gluon's
@@ -292,7 +292,7 @@ def multiply_steps(
         ".reg .b32 stage, phase, at, before, left, x, y, y_rows, own;"
         f"mov.b32 stage, {stage_}; mov.b32 phase, {phase_}; mov.b32 left, {steps_}; setp.ne.s32 adds, 0, 0;"
         f"mad.lo.s32 at, stage, 8, {full_}; add.s32 before, {full_}, {NOWHERE}; mad.lo.s32 x, stage, {x_block}, {x_};"
-        f"mul.lo.s32 y_rows, {width_}, 8; mad.lo.s32 y, stage, y_rows, {y_};"
+        f"mul.lo.s32 y_rows, {width_}, {8 * y_blocks_of(format)}; mad.lo.s32 y, stage, y_rows, {y_};"
         f"{switch(width_, widths, cases)} }}",
         ",".join(constraints),
         [*acc.values, full, stage, phase, stages, steps, head_x, head_y, width, next_turn, *scales],

@@ -94,6 +94,20 @@ class StageFormat(NamedTuple):
         names = ("scale", "shift")[: bool(self.group) + bool(self.shifts)]
         return tuple([Params(name, self.params, 2) for name in names])
 
+    @property
+    def step(self) -> int:
+        """See `Stage.step`."""
+        return STEP
+
+    @property
+    def y_blocks(self) -> int:
+        """See `Stage.y_blocks`."""
+        return 1
+
+    def of_step(self, columns: int) -> "StageFormat | None":
+        """See `Stage.of_step`."""
+        return self if columns == STEP else None
+
     def of_halves(self, paired: bool) -> "StageFormat | None":
         """See `Stage.of_halves`."""
         return None if paired else self

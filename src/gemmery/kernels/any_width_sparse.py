@@ -17,7 +17,7 @@ of the loop to the next, the assembler of Triton 3.6 to 3.9 would make each prod
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-from .any_width_stage import HEAD, ROWS, Params
+from .any_width_stage import HEAD, LINE_BYTES, ROWS, Params
 
 #: Rows whose words are stored together, and bytes of their words with 32 columns.
 BLOCK, WORDS_BYTES = 32, 128
@@ -86,17 +86,20 @@ class SparseStage(NamedTuple):
         code: the type of kept numbers of 8 bits that are widened to 16, "e4m3" or "int8"; otherwise "".
         paired: whether the rows are of two halves in turn, eight of each; see the forms of `any_width`.
         fp8: whether both operands are fp8.
+        wide: whether a step has 128 columns, of numbers of 16 bits. A short launch takes as long as its loads take to
+            be issued, and there are half as many.
     """
 
     code: str = ""
     paired: bool = False
     fp8: bool = False
+    wide: bool = False
 
     @classmethod
     def of(cls, text: str) -> "SparseStage | None":
         """The inverse of the format's `str`; None for that of a packed weight."""
-        pattern, _, code, pairs, fp8 = [*text.split("/"), "", "", ""][:5]
-        return cls(code, bool(pairs), bool(fp8)) if pattern == "2:4" else None
+        pattern, bits, code, pairs, fp8 = [*text.split("/"), "", "", ""][:5]
+        return cls(code, bool(pairs), bool(fp8), bits == "16") if pattern == "2:4" else None
 
     def __str__(self) -> str:
         return f"2:4/{self.bits}/{self.code}/{'pairs' * self.paired}/{'fp8' * self.fp8}"
@@ -123,7 +126,22 @@ class SparseStage(NamedTuple):
     @property
     def bits(self) -> int:
         """Bits of a 64th of a row's step that are in the block of X."""
-        return 4 if self.code else 8
+        return 4 if self.code else 16 if self.wide else 8
+
+    @property
+    def step(self) -> int:
+        """See `Stage.step`."""
+        return self.blocks * BLOCK
+
+    @property
+    def y_blocks(self) -> int:
+        """See `Stage.y_blocks`."""
+        return 2 if self.wide else 1
+
+    def of_step(self, columns: int) -> "SparseStage | None":
+        """See `Stage.of_step`."""
+        found = self if self.code or self.fp8 else self._replace(wide=columns == LINE_BYTES)
+        return found if found.step == columns else None
 
     @property
     def words(self) -> int:
@@ -138,7 +156,12 @@ class SparseStage(NamedTuple):
     @property
     def blocks(self) -> int:
         """Blocks of 32 columns in a step."""
-        return 4 if self.fp8 else 2
+        return 4 if self.fp8 or self.wide else 2
+
+    @property
+    def _products(self) -> int:
+        """Instructions for 64 rows of X and a step."""
+        return 4 if self.wide else 2
 
     @property
     def kinds(self) -> tuple[Params, ...]:
@@ -191,7 +214,7 @@ class SparseStage(NamedTuple):
         )
         return (
             f"{self._place()} .reg .pred upper; .reg .b32 lane, part, params, first_params, pick; mov.u32 lane, %tid.x;"
-            f"mad.lo.s32 params, {width}, 128, {rows // 16 * self.words}; mul.lo.s32 first_params, params, {stages};"
+            f"mad.lo.s32 params, {width}, {LINE_BYTES * self.y_blocks}, {rows // 16 * self.words}; mul.lo.s32 first_params, params, {stages};"
             "mov.b32 params, global_smem; add.s32 first_params, first_params, params;"
             f"add.s32 first_params, first_params, {first * self.params // ROWS};"
             + "".join(
@@ -276,7 +299,7 @@ class SparseStage(NamedTuple):
             lines = [self._numbers(which, i, kind) for i in own] if self.code else []
             lines.append("wgmma.fence.sync.aligned;")
             for i in own:
-                for half in range(2):
+                for half in range(self._products):
                     adds = bool(half or which or not promotes)
                     lines.append(
                         self._product((found if promotes else sums)[i], KIND, turned, which, i, half, adds)
@@ -304,10 +327,12 @@ class SparseStage(NamedTuple):
 
     def _registers(self, count: int) -> str:
         """Assembly that declares the registers of metadata and of kept numbers, for a multiple of 64 rows of X."""
-        each = [(which, i, half) for which in range(2) for i in range(count) for half in range(2)]
+        each = [(which, i, half) for which in range(2) for i in range(count) for half in range(self._products)]
         # Of numbers of 16 bits, a word serves two instructions.
         names = dict.fromkeys(self._word(*one) for one in each)
         text = f".reg .b32 {', '.join(names)}, x0, x1, y0, y1;"
+        if self.wide:
+            text += ".reg .b32 y_next; shr.u32 y_next, y_rows, 1;"
         if not self.code:
             return text
         kept = [x for one in each for x in _registers(*one)]
@@ -316,20 +341,20 @@ class SparseStage(NamedTuple):
 
     def _word(self, which: int, i: int, half: int) -> str:
         """The register of an instruction's metadata."""
-        return f"words{which}{i}{half if self.fp8 else ''}"
+        return f"words{which}{i}{half if self.fp8 else half // 2 if self.wide else ''}"
 
     def _loads(self, which: int, count: int) -> str:
         """Assembly that loads a thread's words of metadata of a step, for a multiple of 64 rows of X."""
         return "".join(
-            self._words(self._word(which, i, half), self.params * i + 2 * half * WORDS_BYTES)
+            self._words(self._word(which, i, word * (self._products // 2)), self.params * i + 2 * word * WORDS_BYTES)
             for i in range(count)
-            for half in range(2 if self.fp8 else 1)
+            for word in range(self.blocks // 2)
         )
 
     def _product(
         self, sums: list[str], KIND: str, turned: bool, which: int, i: int, half: int, adds: bool
     ) -> str:  # fmt: skip
-        """Assembly of the product of 64 rows of X and half a step.
+        """Assembly of the product of 64 rows of X and a half of a step, or of its half.
 
         Args:
             which: of the two sets of registers.
@@ -339,10 +364,12 @@ class SparseStage(NamedTuple):
         if self.code:
             x, behind = f"{{{', '.join(_registers(which, i, half))}}}", f"1, 1, {int(turned)}"
         # Each thread of a warp has metadata of 64 columns of fp8; of 32 columns of the others, half of the threads.
-        depth, selector = (64, 0) if self.fp8 else (32, half)
+        depth, selector = (64, 0) if self.fp8 else (32, half % 2)
+        units, head = (2 * _UNITS, HEAD) if self.wide else (_UNITS, _HEAD)
         return (
-            f"add.s32 own, x{which}, {_UNITS * i + 2 * half}; mov.b64 own_x, {{own, {_HEAD}}};"
-            f"add.s32 own, y{which}, {half * (256 if turned else 4)}; mov.b64 own_y, {{own, {HEAD}}};"
+            f"add.s32 own, x{which}, {units * i + 2 * half}; mov.b64 own_x, {{own, {head}}};"
+            f"add.s32 own, y{which}, {half % 2 * (256 if turned else 4)};"
+            f"{'add.s32 own, own, y_next;' * (half > 1)} mov.b64 own_y, {{own, {HEAD}}};"
             f"wgmma.mma_async.sp.sync.aligned.m64n{2 * len(sums)}k{depth}.f32.{KIND}"
             f" {{{', '.join(sums)}}}, {x}, own_y, {self._word(which, i, half)}, {selector}, {int(adds)}, {behind};"
         )

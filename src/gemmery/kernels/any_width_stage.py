@@ -55,8 +55,19 @@ class Stage(Protocol):
         """Columns for which one place along K in the tensor map of X stands, a power of two."""
 
     @property
+    def step(self) -> int:
+        """Columns of a step."""
+
+    @property
+    def y_blocks(self) -> int:
+        """Blocks of `LINE_BYTES` of each row of Y in a step. They follow each other in a stage."""
+
+    @property
     def kinds(self) -> tuple[Params, ...]:
         """The kinds of parameters that there are, at most two. They are adjacent in a stage."""
+
+    def of_step(self, columns: int) -> "Stage | None":
+        """The same with steps of so many columns; None if there are none."""
 
     def of_halves(self, paired: bool) -> "Stage | None":
         """The same for a weight in two halves, if `paired`; None if stages cannot hold such a weight."""
@@ -107,6 +118,11 @@ class Stage(Protocol):
 def x_bytes(rows: int, format: Stage | None) -> int:
     """Bytes of these rows of X in a stage: of the operand, or of a weight's stored form."""
     return rows * LINE_BYTES if format is None else rows // 16 * format.words
+
+
+def y_blocks_of(format: Stage | None) -> int:
+    """Blocks of `LINE_BYTES` of each row of Y in a step."""
+    return 1 if format is None else format.y_blocks
 
 
 def params_bytes(rows: int, format: Stage | None) -> int:

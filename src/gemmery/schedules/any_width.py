@@ -144,7 +144,8 @@ class AnyWidth(PersistentStatic):
     def code(self, config: Config, forms: Forms) -> object:
         tile = self.tile(config)
         # Here kernels differ by their widths. Promoted or scaled fp8 has fewer of them.
-        return config.swap, tile.x, tile.groups, tile.widths(forms.packed, forms_of(config, forms)[1], None)
+        widths = tile.widths(forms.packed, forms_of(config, forms)[1], None)
+        return config.swap, config.block_k, tile.x, tile.groups, widths
 
     def check_sizes(self, config: Config) -> None:
         c, warps = config, ((8,) if self.takes_turns else (4, 8, 12))
@@ -181,7 +182,7 @@ class AnyWidth(PersistentStatic):
         p, c = problem, config
         if (unsuited := self.unsuited(p)) is not None:
             return unsuited
-        if c.block_k * p.a.dtype.itemsize != ROW:
+        if p.b.staged is None and c.block_k * p.a.dtype.itemsize != ROW:
             return f"{p.a.dtype} needs block_k {ROW // p.a.dtype.itemsize}"
         if (many := uncounted(sum(self.work(p, c).units(c.block_k)[:2]))) is not None:
             return many
@@ -216,15 +217,20 @@ class AnyWidth(PersistentStatic):
         """
         c, tile, rules = config, self.tile(config), rules_of(forms.packed)
         _, y_form = forms_of(config, forms)
+        stage = forms.packed and forms.packed.of_step(c.block_k)
+        if forms.packed is not None and stage is None:
+            return f"{rules.name} weights have no steps of {c.block_k} columns"
+        if stage is not None and stage.y_blocks > 1 and y_form != "rows":
+            return f"steps of {c.block_k} columns need activations with adjacent elements along K"
         if forms.packed is not None and not c.swap:
             return f"{rules.name} weights need swap"
         if tile.y % (each := tile.each_of(rules, numbers)):
             return f"{tile.own} rows for each of {tile.groups} warpgroups need a width that is a multiple of {each}"
-        if c.block_k == ROW and (forms.a_turned or forms.b_turned):
+        if c.block_k == ROW and forms.packed is None and (forms.a_turned or forms.b_turned):
             return "operands of 8 bits need adjacent elements along K"
         if forms.packed and c.num_stages < LEAST_PACKED:
             return f"num_stages is {c.num_stages}; packed and sparse weights need at least {LEAST_PACKED}"
-        if c.num_stages > (most := tile.most_stages(forms.packed)):
+        if c.num_stages > (most := tile.most_stages(stage)):
             return f"num_stages is {c.num_stages}; of this tile there is shared memory for {most}"
         if tile.x % ROWS and forms_of(config, forms)[0] not in SHARING:
             return f"warpgroups can share rows of {', '.join(SHARING)}"

@@ -12,7 +12,7 @@ import torch
 from ..epilogues.device import digest, function
 from ..kernels import place
 from ..kernels.any_width_load import LAST_ROW
-from ..kernels.any_width_stage import params_bytes, x_bytes
+from ..kernels.any_width_stage import params_bytes, x_bytes, y_blocks_of
 from ..kernels.numerics import cast
 from ..operands import DenseAccess
 from .any_width_compiled import check_maps, check_memory, waits_for_each
@@ -88,7 +88,7 @@ class AnyWidthBinding(Binding):
         self.kernel = any_width.gemm_any_width
         self.grid = (self.work.programs, 1, 1)
         forms = Forms.of(p)
-        self.forms, self.format = forms_of(c, forms), forms.packed
+        self.forms, self.format = forms_of(c, forms), forms.packed and forms.packed.of_step(c.block_k)
         self.part = tile.part
         self.widths = tile.widths(self.format, self.forms[1], numbers_for(p))
         registers, loader = REGISTERS[tile.groups]
@@ -256,6 +256,7 @@ class AnyWidthBinding(Binding):
         whole, cut, *parts = self.work.units(c.block_k)
         loaded = [-(-rows // box) * box for rows, box in zip((tile.x, tile.y), boxes, strict=True)]
         x_size = x_bytes(loaded[0], self.format) + params_bytes(loaded[0], self.format)
+        y_size = loaded[1] * ROW * y_blocks_of(self.format)
         x_map, *params = self._staged(of_b, boxes[0]) or [self._operand(x, c.swap, ROWS, boxes[0])]
         params = [*params, None, None][:2]
         workspace = None if self.split is None else self.workspace(out.device)
@@ -268,7 +269,7 @@ class AnyWidthBinding(Binding):
         return [
             x_map, self._operand(y, not c.swap, self.part, boxes[1]), self._output(out, block), *params,
             self._matrix(extras, block), p.M, p.N, p.K, whole + cut, whole, *parts,
-            tiles_m, tiles_n, *divisors, tile.y, band, boxes[0], x_size, boxes[1], loaded[1] * ROW, self.streams,
+            tiles_m, tiles_n, *divisors, tile.y, band, boxes[0], x_size, boxes[1], y_size, self.streams,
             c.num_stages, divisor(c.num_stages), place_args, step_args,
             epilogue_arguments(p, self.part, given, numbers), workspace, self._vectors(extras),
         ]  # fmt: skip
@@ -329,7 +330,8 @@ class AnyWidthBinding(Binding):
         """The descriptor of an operand: the blocks of its type have `rows` rows, and its tensor map loads `box` at a
         time.
         """
-        p, step = self.problem, self.config.block_k
+        p = self.problem
+        step = ROW // p.a.dtype.itemsize
         # Strides along K and along the rows.
         along, across, size = (p.b.row, p.b.col, p.N) if is_b else (p.a.col, p.a.row, p.M)
         # Groups of rows are in one matrix.

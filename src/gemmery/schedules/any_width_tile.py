@@ -9,7 +9,7 @@ import torch
 
 from ..devices import ARCHS
 from ..kernels.any_width_cluster import MOST
-from ..kernels.any_width_stage import params_bytes, x_bytes
+from ..kernels.any_width_stage import params_bytes, x_bytes, y_blocks_of
 from ..operands.scaled import Scaled
 from .base import Forms
 from .binding import promotes
@@ -252,7 +252,7 @@ class Tile(NamedTuple):
         Args:
             format: of X; None of a plain matrix.
         """
-        each = x_bytes(self.x, format) + self.y * ROW + params_bytes(self.x, format)
+        each = x_bytes(self.x, format) + self.y * ROW * y_blocks_of(format) + params_bytes(self.x, format)
         return min(MOST_STAGES, (self.ring_rows * ROW - self.received) // each)
 
     @property

@@ -45,6 +45,7 @@ class Offer(NamedTuple):
         step: columns of a step.
         shared, turns: sizes of tiles that warpgroups share, and of those that they take in turn.
         narrow: whether there are the tiles of `NARROW_TILES`.
+        short: the stage of these and of clusters' tiles, if it is another one.
         each: widths are multiples of this; None for all possible widths.
         alone: the largest width of a tile with a single warpgroup.
         numbers: see `schedules.any_width_tile.numbers_for`, where the stage's rules do not say it.
@@ -55,6 +56,7 @@ class Offer(NamedTuple):
     shared: Sizes = SHARED_TILES
     turns: Sizes = ()
     narrow: bool = False
+    short: Stage | None = None
     each: int | None = None
     alone: int = 256
     numbers: Numbers | None = None
@@ -76,8 +78,8 @@ def packed(bits: int) -> Offer:
 
 
 #: For 2:4 sparse weights of 16 bits, and for those of 8 bits that are widened to 16, with 64 rows for each warpgroup.
-SPARSE = Offer((SparseStage(),), narrow=True)
-SPARSE8 = SPARSE._replace(stages=(SparseStage("e4m3"),), shared=_SMALL)
+SPARSE = Offer((SparseStage(),), narrow=True, short=SparseStage(wide=True))
+SPARSE8 = Offer((SparseStage("e4m3"),), shared=_SMALL, narrow=True)
 #: For 2:4 sparse weights with fp8 activations. With scales after the product, tiles of 128 rows for each warpgroup
 #: spill: 208 bytes with Triton 3.9, and 248 with 3.6.
 SPARSE_FP8 = Offer((SparseStage(fp8=True),), ROW, _SMALL, narrow=True)
@@ -178,10 +180,11 @@ def scaled_rows() -> dict[tuple[str, str], str]:
 def staged_rows(offer: Offer) -> dict[tuple[str, str], str]:
     """The rows for weights that have a `Stage`."""
     numbers = offer.numbers or rules_of(offer.stages[0]).numbers
-    narrow = _narrow(offer.step, numbers, offer.stages[0]) if offer.narrow else []
+    short = offer.short or offer.stages[0]
+    narrow = _narrow(short.step, numbers, short) if offer.narrow else []
     shared = [*_rows(offer.shared, offer.step, numbers, offer), *narrow]
     turns = _rows(offer.turns, offer.step, numbers, offer)
-    clusters = _clusters(offer.step, numbers, offer.stages[0], 0 if offer.narrow else PART)
+    clusters = _clusters(short.step, numbers, short, 0 if offer.narrow else PART)
     return {
         ("descriptor", schedule.name): "\n".join(f"{line} apart" for line in lines)
         for schedule, lines in ((COOPERATIVE, shared), (PINGPONG, turns), (CLUSTER, clusters))
