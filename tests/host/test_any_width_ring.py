@@ -50,6 +50,7 @@ FREE_AT, TURNS_AT, UNUSED_AT = (BARRIERS_AT + 8 * at for at in (STAGES, 2 * STAG
 #: 4-bit integers with scales, of which two steps have the same.
 INT4 = any_width_packed.StageFormat("int", 4, 2 * STEP, "", 8)
 SPARSE, SPARSE_PAIRS = any_width_sparse.SparseStage(), any_width_sparse.SparseStage(paired=True)
+WIDE, WIDE_PAIRS = SPARSE._replace(wide=True), SPARSE_PAIRS._replace(wide=True)
 #: Bytes of the words of 32 rows and 32 columns.
 WORDS = any_width_sparse.WORDS_BYTES
 #: From a row of a matrix of a batch to that of the next one.
@@ -205,9 +206,11 @@ class Warp:
         boxes, forms: rows that are loaded at a time, and how they lie, of X and of Y.
         scaled: is told each number of an accumulator that is added times a scale, the step, and where the scales are.
         streams: 1 where X is loaded with a cache policy, 2 where Y is.
+        wide: whether a step of a sparse weight has 128 columns, which are kept as two of 64.
     """
 
-    def __init__(self, machine, boxes, forms, streams, scaled):
+    def __init__(self, machine, boxes, forms, streams, scaled, wide):
+        self.wide = wide
         self.machine, self.boxes, self.forms, self.streams, self.scaled = (
             machine,
             boxes,
@@ -366,16 +369,16 @@ class Warp:
         if is_sparse and is_params:
             _, group, *_, block = places
             # In a stage, blocks of words are first of 32 columns, then of a half's rows, then of 32 or 64 rows.
-            pairs = self.forms[0].endswith("pairs")
+            pairs, blocks = self.forms[0].endswith("pairs"), 4 if self.wide else 2
             firsts = [
                 32 * (2 * (block + i) if pairs else block + i) + 8 * half
                 for i in range(self.boxes[0] // (64 if pairs else 32))
                 for half in range(2 if pairs else 1)
             ]
             writes = {
-                address[0] + WORDS * (2 * i + j): ("m", first, 32 * (group + j))
+                address[0] + WORDS * (blocks * i + j): ("m", first, 32 * (group + j))
                 for i, first in enumerate(firsts)
-                for j in range(2)
+                for j in range(blocks)
             }
             self.machine.load(address[-1], WORDS * len(writes), writes)
             return
@@ -407,7 +410,7 @@ class Warp:
             row = 16 * more[1]
         if code.endswith("cache_hint") != (self.streams == operand + 1):
             raise Wrong("not the operand's cache policy")
-        rows, name, size = self.boxes[operand], "xy"[operand], 64 if of_kept else 128
+        rows, name, size = self.boxes[operand], "xy"[operand], 64 if of_kept and not self.wide else 128
         if self.forms[operand].endswith("turned"):
             assert rows == 64
             writes = {address[0] + 128 * i: (name, row, k + i) for i in range(64)}
@@ -454,13 +457,16 @@ class Warp:
         return tuple((name, first + i, k - 16 * part) for i in range(64 * len(found) // 16))
 
     def _multiply_sparse(self, width, arguments, value):
-        """As `_multiply`, of half a step, with X's kept numbers and a word of metadata."""
+        """As `_multiply`, of half of 64 columns, with X's kept numbers and a word of metadata."""
         x, y = (value(each) * 16 for each in arguments[1:3])
         words, half = arguments[3], value(arguments[4])
         if half != len(self.group) % 2:
             raise Wrong("not the lanes that have this half's metadata")
-        assert x % 64 == 32 * half, "not the next half of the kept numbers"
-        kept = [x - 32 * half + 64 * i for i in range(64)]
+        # Which 64 columns of a wide step.
+        part = len(self.group) % 4 // 2 if self.wide else 0
+        size, at = (128, 32 * half + 64 * part) if self.wide else (64, 32 * half)
+        assert x % size == at, "not the next half of the kept numbers"
+        kept = [x - at + size * i for i in range(64)]
         turned = self.forms[1].endswith("turned")
         if turned:
             assert y % 8192 == 4096 * half, "not the next half of Y"
@@ -480,15 +486,18 @@ class Warp:
             if list(read[1]) != [(name, first + 64 * (i // 32), k + i % 32) for i in range(len(others))]:
                 raise Wrong("not the blocks of this step")
             read = read[0], tuple((name, first + i, k - 32 * half) for i in range(64 * len(others) // 32))
+        if part and None not in read[0]:
+            read = tuple((name, row, k + 64) for name, row, k in read[0]), read[1]
         self._check_words(read[0][0], value(words), half)
         adds = value(arguments[5])
         if half and not adds:
             raise Wrong("half a step is not added")
         if len(self.group) == 1:
-            self.steps = [*(self.steps if adds else []), []]
+            self.steps = [*(self.steps if adds else []), [], *([[]] if self.wide else [])]
+        step = self.steps[part - 2 if self.wide else -1]
         if half == 0:
-            self.steps[-1].append(read)
-        elif read != self.steps[-1][-1]:
+            step.append(read)
+        elif read != step[-1]:
             raise Wrong("a stage changes while it is read")
 
     def _check_words(self, first, found, half):
@@ -537,7 +546,7 @@ class Warp:
             self.busy.subtract(each for each in done if isinstance(each, str))
 
 
-def kernel(machine, number, programs, groups, threads, boxes, forms, streams, scaled, edit, changes):
+def kernel(machine, number, programs, groups, threads, boxes, forms, streams, scaled, step, edit, changes):
     """The kernel's functions with what stands in for Gluon.
 
     Args:
@@ -545,12 +554,13 @@ def kernel(machine, number, programs, groups, threads, boxes, forms, streams, sc
         groups: the warpgroup of each thread of Python; None for a loader's.
         threads: the number of the first thread of each loader's warp.
         boxes, forms, streams, scaled: see `Warp`.
+        step: columns of a step.
         edit: changes the assembly.
     """
     warps = {}
 
     def inline_asm_elementwise(text, constraints, given, *, pack, **more):
-        warp = warps.setdefault(threading.get_ident(), Warp(machine, boxes, forms, streams, scaled))
+        warp = warps.setdefault(threading.get_ident(), Warp(machine, boxes, forms, streams, scaled, step > STEP))
         outputs = constraints.count("=")
         values = [None] * outputs + [each for each in given for _ in range(pack)]
         warp.begin()
@@ -583,6 +593,7 @@ def kernel(machine, number, programs, groups, threads, boxes, forms, streams, sc
         "value_of",
         "x_bytes",
         "params_bytes",
+        "y_blocks_of",
         "HEAD",
         "releasing",
         "switch",
@@ -613,7 +624,7 @@ def kernel(machine, number, programs, groups, threads, boxes, forms, streams, sc
         "own_rows": lambda rows, groups: -(-rows // (64 * groups)) * 64, "first_row": lambda rows, own, group: min(group * own, rows - own),
         "is_paired": lambda x, y: x.endswith("pairs") or y.endswith("pairs"), "is_turned": lambda form: form.endswith("turned"), "widest_of": max,
         "in_groups": lambda x, y: "grouped" in x + y, "in_ranges": lambda x, y: "ranged" in x,
-        "gl": gl, "ahead_of": ahead_of, "loaders_of": any_width_load.loaders_of, "LAST_ROW": any_width_load.LAST_ROW, "SMALL": any_width_load.SMALL, "ROW": ROW, "STAGES": STAGES, "step_of": lambda kind: STEP,
+        "gl": gl, "ahead_of": ahead_of, "loaders_of": any_width_load.loaders_of, "LAST_ROW": any_width_load.LAST_ROW, "SMALL": any_width_load.SMALL, "ROW": ROW, "STAGES": STAGES, "step_of": lambda kind, format: step,
         "later": types.FunctionType(any_width.later.fn.__code__, {"quotient": QUOTIENT}), "shared_at": lambda at: at,
         "matrix_descriptor": lambda address, chunk: address // 16,
         "zeros_of": lambda count: types.SimpleNamespace(values=[None] * count), "in_block": lambda value: value,
@@ -721,7 +732,7 @@ def emulate(
             firsts = range(row, row + own, 64)
             if found != [(tuple(("x", first + i, k) for i in range(64)), y) for first in firsts]:
                 raise Wrong("not the blocks of this step")
-        if len(acc) != -(-(last_k - first_k) // STEP):
+        if len(acc) != -(-(last_k - first_k) // step_size) * step_size // STEP:
             raise Wrong("not all steps")
         done.append((row, col))
 
@@ -760,6 +771,7 @@ def emulate(
         "arrive_in_cluster": lambda: met.append(threading.get_ident()),
     } | changes  # fmt: skip
     stage_format, is_sparse = any_width_loop.format_of(format), forms[0].startswith("sparse")
+    step_size = STEP if stage_format is None else stage_format.step
     streams, apart = random.Random(seed).randrange(3), 16 if forms[0] == "packed" or scales else 8
     widths = random.Random(seed).sample([width - apart, width, width + apart], 3)
     unused = BARRIERS_AT + 8 * (2 * STAGES + 2)
@@ -771,9 +783,9 @@ def emulate(
 
     # Three programs run at once, or all clusters.
     whole = 0 if clustered else tiles if parts == 1 else tiles // 3 * 3
-    units, part_k = whole + (tiles - whole) * parts, -(-K // STEP // parts) * STEP
+    units, part_k = whole + (tiles - whole) * parts, -(-K // step_size // parts) * step_size
     programs = units if clustered else 3
-    names = kernel(machine, 1, programs, of_thread, threads, boxes, forms, streams, scaled, edit, stood_in)
+    names = kernel(machine, 1, programs, of_thread, threads, boxes, forms, streams, scaled, step_size, edit, stood_in)
 
     def part_of(unit):
         first_k = (unit - whole) % parts * part_k
@@ -848,13 +860,14 @@ def emulate(
             loaded = boxes[0] * -(-x_rows // boxes[0])
             of_params = any_width_stage.params_bytes(loaded, stage_format)
             counts[0] = any_width_stage.x_bytes(loaded, stage_format) + of_params
+            counts[1] *= stage_format.y_blocks
         loads = boxes[0], counts[0], boxes[1], counts[1], streams
-        behind = x_rows, STEP
+        behind = x_rows, step_size
         lie = format, *forms, BARRIERS_AT
         if warp == 0:
             # One thread stands in for all of the first warpgroup. Its first warp may use no other one's barriers.
             row, col, _, first_k, last_k, batch, _ = first()
-            last_k = min(last_k, first_k + min(stages, ahead_of(x_rows)) * STEP)
+            last_k = min(last_k, first_k + min(stages, ahead_of(x_rows)) * step_size)
             given = first_k, last_k, row, *loads[:2], col, width, *loads[2:], batch
             for each in range(4):
                 threads[threading.get_ident()] = 32 * each
@@ -955,6 +968,13 @@ CASES = [
     (2, 128, 64, 3, False, (304, 64, 900), 2, ("packed", "rows"), False, False, str(INT4), True),
     (1, 64, 96, 5, False, (64, 96, 1400), 3, ("sparse", "rows"), False, False, str(SPARSE), True),
     (2, 96, 64, 5, False, (200, 96, 1400), 3, ("sparse", "rows"), False, False, str(SPARSE), True),
+    # Steps of 128 columns, the last of which are not whole.
+    (1, 64, 72, 3, False, (300, 300, 700), 1, ("sparse", "rows"), False, False, str(WIDE)),
+    (2, 128, 88, 4, False, (300, 400, 650), 2, ("sparse", "rows"), False, False, str(WIDE)),
+    (2, 256, 40, 3, False, (608, 300, 400), 1, ("sparse", "rows"), False, False, str(WIDE)),
+    (2, 96, 72, 4, False, (300, 400, 640), 1, ("sparse", "rows"), False, False, str(WIDE)),
+    (2, 128, 64, 4, False, (320, 300, 650), 2, ("sparse pairs", "rows"), False, False, str(WIDE_PAIRS)),
+    (1, 64, 64, 5, False, (64, 96, 2400), 3, ("sparse", "rows"), False, False, str(WIDE), True),
 ]
 
 

@@ -246,7 +246,7 @@ def _operands(X_ROWS, FORMAT, X_FORM, Y_FORM, batch, row, x_box, x_size, col, wi
     each, columns = x_bytes(rows, format) // rows, format.columns if format else 1
     return (
         _Operand(
-            "x", _load("x", value_of(X_FORM), columns, batch), row, str(rows), x_box, x_size, each, params
+            "x", _load("x", value_of(X_FORM), columns, batch, ""), row, str(rows), x_box, x_size, each, params
         ),
         _Operand(
             "y", _load("y", value_of(Y_FORM), 1, batch, width if y_blocks_of(format) > 1 else ""), col, width, y_box,
@@ -255,7 +255,7 @@ def _operands(X_ROWS, FORMAT, X_FORM, Y_FORM, batch, row, x_box, x_size, col, wi
     )  # fmt: skip
 
 
-def _load(name, FORM, columns, batch, rows=""):
+def _load(name, FORM, columns, batch, rows):
     """A function that writes the assembly of a load; see `_Operand.load`.
 
     Args:
