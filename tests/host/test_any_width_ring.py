@@ -560,7 +560,9 @@ def kernel(machine, number, programs, groups, threads, boxes, forms, streams, sc
     warps = {}
 
     def inline_asm_elementwise(text, constraints, given, *, pack, **more):
-        warp = warps.setdefault(threading.get_ident(), Warp(machine, boxes, forms, streams, scaled, step > STEP))
+        warp = warps.setdefault(
+            threading.get_ident(), Warp(machine, boxes, forms, streams, scaled, step > STEP)
+        )
         outputs = constraints.count("=")
         values = [None] * outputs + [each for each in given for _ in range(pack)]
         warp.begin()
@@ -785,7 +787,9 @@ def emulate(
     whole = 0 if clustered else tiles if parts == 1 else tiles // 3 * 3
     units, part_k = whole + (tiles - whole) * parts, -(-K // step_size // parts) * step_size
     programs = units if clustered else 3
-    names = kernel(machine, 1, programs, of_thread, threads, boxes, forms, streams, scaled, step_size, edit, stood_in)
+    names = kernel(
+        machine, 1, programs, of_thread, threads, boxes, forms, streams, scaled, step_size, edit, stood_in
+    )
 
     def part_of(unit):
         first_k = (unit - whole) % parts * part_k
@@ -876,7 +880,9 @@ def emulate(
             machine.changed()
         threads[threading.get_ident()] = 32 * warp
         wait_for_roles()
-        names["produce"](ring, first(), sizes, state, tile, loads, ((), ()), place, *behind, False, clustered, *lie)
+        names["produce"](
+            ring, first(), sizes, state, tile, loads, ((), ()), place, *behind, False, clustered, *lie
+        )
 
     loading = 2 if x_rows == any_width_load.SMALL[0] else 1
     loaders = [

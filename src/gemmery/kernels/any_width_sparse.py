@@ -327,7 +327,9 @@ class SparseStage(NamedTuple):
 
     def _registers(self, count: int) -> str:
         """Assembly that declares the registers of metadata and of kept numbers, for a multiple of 64 rows of X."""
-        each = [(which, i, half) for which in range(2) for i in range(count) for half in range(self._products)]
+        each = [
+            (which, i, half) for which in range(2) for i in range(count) for half in range(self._products)
+        ]
         # Of numbers of 16 bits, a word serves two instructions.
         names = dict.fromkeys(self._word(*one) for one in each)
         text = f".reg .b32 {', '.join(names)}, x0, x1, y0, y1;"
@@ -346,7 +348,9 @@ class SparseStage(NamedTuple):
     def _loads(self, which: int, count: int) -> str:
         """Assembly that loads a thread's words of metadata of a step, for a multiple of 64 rows of X."""
         return "".join(
-            self._words(self._word(which, i, word * (self._products // 2)), self.params * i + 2 * word * WORDS_BYTES)
+            self._words(
+                self._word(which, i, word * (self._products // 2)), self.params * i + 2 * word * WORDS_BYTES
+            )
             for i in range(count)
             for word in range(self.blocks // 2)
         )

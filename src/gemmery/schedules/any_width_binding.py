@@ -280,7 +280,9 @@ class AnyWidthBinding(Binding):
         if p.batch or p.ragged or p.paired:
             return (), ()
         along_m, along_n = (
-            tuple([x for layout, x in zip(p.extras, extras, strict=False) if (layout.row, layout.col) == steps])
+            tuple(
+                [x for layout, x in zip(p.extras, extras, strict=False) if (layout.row, layout.col) == steps]
+            )
             for steps in ((1, 0), (0, 1))
         )
         return (along_n, along_m) if self.config.swap else (along_m, along_n)

@@ -37,7 +37,7 @@ SCALED_EDGE = 27.0
 SCALED_CUT, OTHERS_CUT = {"3.9": 1.07}, 1.02
 #: For products with a 2:4 sparse weight: their time as a part of that of dense ones, if only Y is read from shared
 #: memory; and seconds at a launch's start for each warpgroup but the first.
-SPARSE, SPARSE_GROUP = 0.41, 0.95e-6
+SPARSE, SPARSE_GROUP = 0.41, 0.5e-6
 #: For numbers that are read from shared memory: columns of Y, and rows of X, with which X and all stores take as long
 #: as Y.
 SPARSE_Y, SPARSE_X = 68, 64
@@ -91,8 +91,10 @@ CLUSTERED_VECTOR = 0.2e-6
 CODE = 0.33e-6
 #: Seconds for each part but the first of a tile whose epilogue reads a matrix.
 MATRIX = 0.6e-6
-#: Elements of a part.
-PART = 64 * 64
+#: Elements of a part; bytes of a block of a row of Y, of which a long step has two, and the exponent with which rows
+#: outside then take longer. Fitted to 140 times of 34 products of 2:4 weights on an H200
+#: (`sparse_short-bf16-triton3.9.json`).
+PART, ROW_BYTES, LONG_FILL = 64 * 64, 128, 0.5
 #: Seconds that parts of a tile take to meet, beside the time of their bytes, and how often each byte is on its way.
 REDUCTION, TIMES = 0.663e-6, 3.10
 #: The additional seconds of the first with a packed weight; and in a cluster, those for each column of a tile with one
@@ -264,6 +266,8 @@ def _least_of_step(
     y_rows = np.where(space.swap, rows, problem.N)
     asking = np.maximum(np.minimum(1, busy / (FILLED * problem.device.sms)), FILL_ALONE)
     outside = np.maximum(x - x_rows, y - y_rows) * FILL * asking
+    if problem.b.is_sparse:
+        outside = outside * (space.block_k * problem.a.bits / (8 * ROW_BYTES)) ** LONG_FILL
     seconds: Floats = np.maximum(LATENCY / (space.num_stages - 1), outside)
     return seconds
 

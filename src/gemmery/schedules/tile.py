@@ -8,7 +8,19 @@ import numpy as np
 
 from .base import Forms, Schedule
 from .binding import Binding, promotes, refusal_of
-from .cost import OVERLAP, TAIL_EFFICIENCY, Costs, Floats, Given, Stream, added, calls_of, filled, fitted, stage_bytes
+from .cost import (
+    OVERLAP,
+    TAIL_EFFICIENCY,
+    Costs,
+    Floats,
+    Given,
+    Stream,
+    added,
+    calls_of,
+    filled,
+    fitted,
+    stage_bytes,
+)
 from .walk import Walk, whole_tiles
 from .waves import Split, Waves, cut_last_wave
 

@@ -162,7 +162,10 @@ def rows(item: int, numbers: Numbers | None = None) -> dict[tuple[str, str], str
     step = ROW // item
     # With 16-bit operands they give the bits of other schedules, as was measured; fp8 was not measured.
     apart = "" if item > 1 else " apart"
-    shared, turns = [*_rows(SHARED_TILES, step, numbers), *_narrow(step, numbers)], _rows(TURNS, step, numbers)
+    shared, turns = (
+        [*_rows(SHARED_TILES, step, numbers), *_narrow(step, numbers)],
+        _rows(TURNS, step, numbers),
+    )
     found = {
         ("descriptor", schedule.name): "\n".join(f"{line}{apart}" for line in lines)
         for schedule, lines in ((COOPERATIVE, shared), (PINGPONG, turns))
