@@ -90,7 +90,7 @@ def loading(format, form, rows):
     maps = any_width_load.maps_of(form, "rows")
     return Program(
         f"{{ {any_width_load._REGISTERS} mov.b32 stage, {STAGE}; mov.b32 at, 0; mov.b32 k, $3;"
-        f"{any_width_load._places(64 * rows, str(STAGES), str(WIDTH))} {x.setup(maps.x, '0')} {x.several()} }}"
+        f"{any_width_load._places(format.words // 16 * rows, str(STAGES), str(WIDTH), format.y_blocks)} {x.setup(maps.x, '0')} {x.several()} }}"
     )
 
 
@@ -103,10 +103,11 @@ def taking(format, rows, first, own):
     sums = [[f"$9{i}" for i in range(32)]] * own
     text = format.steps(sums, "bf16.bf16", False, False, rows, "", "{}".format, "", "", "")
     loads = re.search(r"mad\.lo\.s32 params, stage.*?(?=wgmma\.fence)", text, re.DOTALL)[0]
+    # The first set of registers, of the first round.
     names = [
-        re.sub("words.", "words0", re.search(rf"own_y, (words0{i}\d?), \d, \d", part)[1])
+        re.search(r"words0\d\d?", part)[0]
         for i in range(own)
-        for part in re.findall(rf"own_y, words0{i}\d?, \d, \d", text)[:2]
+        for part in re.findall(rf"own_y, words0{i}\d?, \d, \d", text)[: 4 if format.wide else 2]
     ]
     return Program(
         f"{{ .reg .b32 stage, {', '.join(dict.fromkeys(names))}; mov.b32 stage, {STAGE};"
@@ -152,7 +153,7 @@ def rows_of_x(bits, paired, count):
     if paired:
         bits = bits.unflatten(0, (2, -1, 8)).transpose(0, 1).flatten(0, 2)
     found = bits.numpy()
-    return np.pad(found, ((0, count - found.shape[0]), (0, -found.shape[1] % 64)))
+    return np.pad(found, ((0, count - found.shape[0]), (0, -found.shape[1] % 128)))
 
 
 CASES = [
@@ -167,14 +168,22 @@ CASES = [
     (448, 192, True, "80x192x64-g8-w12-s4-cooperative-descriptor-swap"),
     (576, 64, True, "80x256x64-g8-w8-s4-cooperative-descriptor-swap"),
     (64, 104, True, "80x128x64-g8-w8-s4-cooperative-descriptor-swap"),
+    # Two warpgroups share rows.
+    (352, 136, False, "80x96x64-g8-w8-s4-cooperative-descriptor-swap"),
+    (352, 136, False, "80x160x64-g8-w12-s4-cooperative-descriptor-swap"),
+    # Long steps.
+    (104, 104, False, "80x64x128-g8-w4-s4-cooperative-descriptor-swap"),
+    (288, 320, False, "80x128x128-g8-w8-s4-cooperative-descriptor-swap"),
+    (352, 256, False, "80x96x128-g8-w8-s4-cooperative-descriptor-swap"),
+    (320, 264, True, "80x128x128-g8-w8-s4-cooperative-descriptor-swap"),
     # fp8.
-    (104, 128, False, "80x64x128-g8-w4-s4-cooperative-descriptor-swap"),
-    (288, 384, False, "80x128x128-g8-w8-s4-cooperative-descriptor-swap"),
-    (352, 240, False, "80x192x128-g8-w12-s4-cooperative-descriptor-swap"),
-    (608, 128, False, "80x256x128-g8-w8-s4-cooperative-descriptor-swap"),
-    (192, 256, True, "80x64x128-g8-w4-s4-cooperative-descriptor-swap"),
-    (576, 128, True, "80x256x128-g8-w8-s4-cooperative-descriptor-swap"),
-    (448, 368, True, "80x192x128-g8-w12-s4-cooperative-descriptor-swap"),
+    (104, 128, False, "80x64x128-g8-w4-s4-cooperative-descriptor-swap", True),
+    (288, 384, False, "80x128x128-g8-w8-s4-cooperative-descriptor-swap", True),
+    (352, 240, False, "80x192x128-g8-w12-s4-cooperative-descriptor-swap", True),
+    (608, 128, False, "80x256x128-g8-w8-s4-cooperative-descriptor-swap", True),
+    (192, 256, True, "80x64x128-g8-w4-s4-cooperative-descriptor-swap", True),
+    (576, 128, True, "80x256x128-g8-w8-s4-cooperative-descriptor-swap", True),
+    (448, 368, True, "80x192x128-g8-w12-s4-cooperative-descriptor-swap", True),
 ]
 
 
@@ -182,10 +191,10 @@ CASES = [
 @pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_threads_have_the_metadata_that_their_products_read(case, direct):
-    N, K, paired, text = case
+    N, K, paired, text, *more = case
     generator = torch.Generator().manual_seed(N + K)
     weight = sparsify(torch.randn(N, K, generator=generator).to(torch.bfloat16))
-    fp8 = "x128-g8" in text
+    fp8, wide = bool(more), not more and "x128-g8" in text
     x = torch.empty(100, K, dtype=torch.bfloat16, device="meta")
     if fp8:
         # No product here has fp8 that is not promoted, so that widths are those of others.
@@ -202,20 +211,22 @@ def test_threads_have_the_metadata_that_their_products_read(case, direct):
     given = dict(zip(binding.kernel.arg_names, made, strict=False))
     tile, format, form = binding.tile, format_of(binding.constants["FORMAT"]), binding.forms[0]
     assert form == ("sparse pairs" if paired else "sparse")
-    assert (format, tile.y) == (SparseStage(paired=paired, fp8=fp8), WIDTH)
+    assert (format, tile.y) == (SparseStage(paired=paired, fp8=fp8, wide=wide), WIDTH)
     # The assembly's matrix descriptors say how the numbers are swizzled; words are not.
-    assert given["x"].layout.swizzle_byte_width == 64
+    assert given["x"].layout.swizzle_byte_width == (128 if wide else 64)
     assert given["scales"].layout.swizzle_byte_width == 0
     places = any_width_load.maps_of(form, "rows", format)
     maps = {
         f"gemm_any_width_param_{number}": given[name]
         for number, name in ((places.x, "x"), (places.params[0], "scales"))
     }
-    load, first_rows = loading(format, form, tile.x), range(0, tile.x, tile.own)
+    load = loading(format, form, tile.x)
+    first_rows = [min(first, tile.x - tile.own) for first in range(0, tile.x, tile.own)]
     takes = [taking(format, tile.x, first, tile.own // 64) for first in first_rows]
     bits = weight.in_code().dense().view(torch.int8) if fp8 else weight.dense().view(torch.int16)
     whole = rows_of_x(bits, paired, N + 2 * tile.x)
-    step, kind, product = (128, np.int8, multiplied_fp8) if fp8 else (64, np.int16, multiplied)
+    columns, kind, product = (128, np.int8, multiplied_fp8) if fp8 else (64, np.int16, multiplied)
+    step, each_row = format.step, format.words // 16
     # The last tile where it stays, and where `corner` moves it; and some that begin where no tile of this size does.
     each = 64 if paired else 32
     rows = {0, N // tile.x * tile.x, max(0, -(-N // each) * each - tile.x), min(each, N - N % each)}
@@ -223,15 +234,22 @@ def test_threads_have_the_metadata_that_their_products_read(case, direct):
         memory = Memory(maps)
         load.run([row, given["x_box"], given["x_size"], k], memory)
         assert memory.announced == memory.loaded == given["x_size"]
-        at = STAGE * 64 * tile.x
-        kept = memory.bytes[at : at + 64 * tile.x].view(kind).reshape(tile.x, -1)
+        at = STAGE * each_row * tile.x
+        kept = memory.bytes[at : at + each_row * tile.x].view(kind).reshape(tile.x, -1)
         for first, take in zip(first_rows, takes, strict=True):
             words = []
             for memory.thread in range(128):
-                operands = [None] * (2 * tile.own // 64)
+                operands = [None] * (2 * tile.own // 64 * (step // columns))
                 take.run(operands, memory)
                 words.append(operands)
             for i in range(tile.own // 64):
                 own = first + 64 * i
-                found = product(kept[own : own + 64], [each[2 * i : 2 * i + 2] for each in words])
-                assert (found == whole[row + own : row + own + 64, k : k + step]).all(), (row, k, own)
+                for part in range(step // columns):
+                    number, at = 2 * (i * (step // columns) + part), columns // 2 * part
+                    found = product(
+                        kept[own : own + 64, at : at + columns // 2],
+                        [each[number : number + 2] for each in words],
+                    )
+                    begin = k + columns * part
+                    wanted = whole[row + own : row + own + 64, begin : begin + columns]
+                    assert (found == wanted).all(), (row, begin, own)

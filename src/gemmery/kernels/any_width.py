@@ -550,8 +550,8 @@ def gemm_any_width(
         ),
         produce,
         (
-            ring, first, shape, state, tile, loads, vectors, PLACE, X_ROWS, STEP, SWAP, CLUSTERED, FORMAT, X_FORM, Y_FORM,
-            BARRIERS_AT,
+            ring, first, shape, state, tile, loads, vectors, PLACE, X_ROWS, STEP, SWAP, CLUSTERED, FORMAT, X_FORM,
+            Y_FORM, BARRIERS_AT,
         ),
         GROUPS, LOADERS if CLUSTERED else loaders_of(X_ROWS), REGISTERS, LOADER_REGISTERS,
     )  # fmt: skip

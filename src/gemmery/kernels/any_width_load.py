@@ -311,7 +311,8 @@ _REGISTERS = (
 def _places(x_bytes, stages, width, y_blocks):
     """Assembly that finds the places and sizes of the first stage's blocks, and a cache policy."""
     return (
-        f"mov.b32 x_first, global_smem; mov.b32 x_bytes, {x_bytes}; mul.lo.s32 y_bytes, {width}, {ROW.value * y_blocks};"
+        f"mov.b32 x_first, global_smem; mov.b32 x_bytes, {x_bytes};"
+        f"mul.lo.s32 y_bytes, {width}, {ROW.value * y_blocks};"
         f"mad.lo.s32 y_first, {stages}, x_bytes, x_first; mad.lo.s32 params_first, {stages}, y_bytes, y_first;"
         "createpolicy.fractional.L2::evict_first.b64 policy, 1.0;"
     )

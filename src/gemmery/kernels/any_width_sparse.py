@@ -214,7 +214,8 @@ class SparseStage(NamedTuple):
         )
         return (
             f"{self._place()} .reg .pred upper; .reg .b32 lane, part, params, first_params, pick; mov.u32 lane, %tid.x;"
-            f"mad.lo.s32 params, {width}, {LINE_BYTES * self.y_blocks}, {rows // 16 * self.words}; mul.lo.s32 first_params, params, {stages};"
+            f"mad.lo.s32 params, {width}, {LINE_BYTES * self.y_blocks}, {rows // 16 * self.words};"
+            f"mul.lo.s32 first_params, params, {stages};"
             "mov.b32 params, global_smem; add.s32 first_params, first_params, params;"
             f"add.s32 first_params, first_params, {first * self.params // ROWS};"
             + "".join(

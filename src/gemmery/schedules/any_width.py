@@ -156,7 +156,7 @@ class AnyWidth(PersistentStatic):
             )
         tile = self.tile(c)
         shares = tile.own == ROWS < tile.x and tile.x % SHARED_ROWS == 0 and tile.x > (tile.groups - 1) * ROWS
-        if tile.own not in (ROWS, 2 * ROWS) or (tile.x % tile.own and not shares):
+        if tile.own not in (ROWS, 2 * ROWS) or (tile.x != tile.multiplied and not shares):
             raise ValueError(
                 f"Config: the {self.name} schedule needs {ROWS} or {2 * ROWS} rows for each warpgroup of 4 warps, or "
                 f"{ROWS} of which the last two share {SHARED_ROWS}"

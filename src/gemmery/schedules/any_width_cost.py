@@ -78,6 +78,8 @@ TURN, LAST, LAST_STORE = 0.297e-6, 0.944e-6, 0.668
 #: Seconds by which tiles of 64 rows of X start sooner, since six of their steps are loaded at once and no start has
 #: divisions (`any_width_cluster-bf16.json`).
 SOONER = 0.15e-6
+#: Seconds by which those with long steps start later than that (`sparse_short-bf16-triton3.9.json`).
+LONG_START = 0.25e-6
 #: Seconds that a tile takes more where its epilogue reads a vector, and where tiles are taken in turn; there, if the
 #: operands are fp8, the program's last tile takes `VECTOR_LAST` more (`vectors_prefetched-mixed.json`).
 VECTOR, VECTOR_IN_TURN, VECTOR_LAST = 1.04e-6, 0.6e-6, 1.2e-6
@@ -211,7 +213,9 @@ def costs(problem: Problem, space: Space, given: Given, takes_turns: bool, clust
     # Loads run ahead across tiles: only the time around the last tile is not overlapped with memory.
     loop = loop + (turns - 1) * around
     body = np.maximum((loop**OVERLAP + stream**OVERLAP) ** (1 / OVERLAP), waits)
-    start = terms.start(s, groups) + (FIND if given.in_groups else 0.0) - SOONER * (x == ROWS)
+    is_long = p.b.is_sparse & (s.block_k * p.a.bits > 8 * ROW_BYTES)
+    start = terms.start(s, groups) + (FIND if given.in_groups else 0.0)
+    start = start - (SOONER - LONG_START * is_long) * (x == ROWS)
     last = LAST + store * LAST_STORE + epilogue + _code_seconds(p, elements)
     if takes_turns and p.extras and not fitted(p):
         last = last + VECTOR_LAST

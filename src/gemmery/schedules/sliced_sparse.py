@@ -40,7 +40,7 @@ MOST_REGISTERS, REGISTERS = 255, 65536
 
 #: Seconds around a launch, the additional ones with more than two steps at a time, and those of each wave of programs
 #: after the first.
-START, DEEP, WAVE = 4.20e-6, 0.535e-6, 1.43e-6
+START, DEEP, WAVE = 3.90e-6, 0.535e-6, 1.43e-6
 #: Seconds of a multiprocessor for a warp's step with 8 rows, and those until the steps that were loaded at a time are
 #: done.
 STEP_TIME, WAIT = 0.0335e-6, 0.80e-6

@@ -23,8 +23,8 @@ SHARED_TILES = ((64, 1, 64), (128, 2, 64), (192, 3, 64), (256, 2, 128))
 #: Rows of X in tiles that are also cut along K. If there are few tiles, none is large.
 CUT = (64, 128)
 TURNS = ((128, 2, 128),)
-#: Columns of narrow tiles, and the sizes of these: few rows of Y are multiplied so fast that the number of tiles decides,
-#: and how many of them there are depends on the rows of X.
+#: Columns of narrow tiles, and their sizes. Few rows of Y are multiplied so fast that only the loads take time, which
+#: are fastest if the rows of X make as many tiles as there are multiprocessors.
 NARROW = (16, 32, 64)
 NARROW_TILES = ((64, 1, 64), (96, 2, 64), (128, 2, 64), (160, 3, 64), (192, 3, 64))
 #: Rows of X, warpgroups and columns of tiles for clusters.
