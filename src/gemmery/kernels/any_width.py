@@ -188,7 +188,7 @@ def produce(
 
     Args:
         first: what `corner` says of the program's first unit.
-        vectors: see `gemm_any_width`.
+        vectors: (x_vectors, y_vectors), see `gemm_any_width`.
     """
     if CLUSTERED:
         arrive_in_cluster()
@@ -438,7 +438,7 @@ def consume(
 def gemm_any_width(
     x, y, out, scales, shifts, matrix, M, N, K, units, whole, parts, part_k, tiles_m, tiles_n, area_divisor,
     band_divisor, last_divisor, cut_divisor, width, band_m, x_box, x_size, y_box, y_size, streams, stages,
-    stages_divisor, place_args, step_args, args, workspace, vectors,
+    stages_divisor, place_args, step_args, args, workspace, x_vectors, y_vectors,
     PLACE: gl.constexpr, READY: gl.constexpr, GROUP_OF: gl.constexpr, GIVEN: gl.constexpr, SECOND: gl.constexpr,
     EPILOGUE: gl.constexpr, CAST: gl.constexpr,
     KIND: gl.constexpr, PROMOTES: gl.constexpr, EVERY: gl.constexpr, X_ROWS: gl.constexpr, WIDTHS: gl.constexpr,
@@ -472,7 +472,7 @@ def gemm_any_width(
         step_args, args: run-time arguments of `scales_of` and of the epilogue.
         workspace: (partials, semaphores): memory for an fp32 tile a part, and zeros, one for each tile that is cut and
             warpgroup, which are zeros again afterwards. None if no tile is cut, and in clusters.
-        vectors: vectors along X that the epilogue reads, and those along Y, of which a tile's elements are prefetched.
+        x_vectors, y_vectors: vectors along X and along Y that the epilogue reads. A tile's elements are prefetched.
         PLACE: `place.sized_tile`, `place.sized_part` with a workspace, `place.sized_part_of_cluster`,
             `place.sized_tile_of_batch`, `place.next_tile_of_rows`, or `place.sized_tile_of_ranges`.
         READY: waits, given `place_args`, for data that the epilogue reads, see `shards.all_there`; None if there is
@@ -550,8 +550,8 @@ def gemm_any_width(
         ),
         produce,
         (
-            ring, first, shape, state, tile, loads, vectors, PLACE, X_ROWS, STEP, SWAP, CLUSTERED, FORMAT, X_FORM,
-            Y_FORM, BARRIERS_AT,
+            ring, first, shape, state, tile, loads, (x_vectors, y_vectors), PLACE, X_ROWS, STEP, SWAP, CLUSTERED,
+            FORMAT, X_FORM, Y_FORM, BARRIERS_AT,
         ),
         GROUPS, LOADERS if CLUSTERED else loaders_of(X_ROWS), REGISTERS, LOADER_REGISTERS,
     )  # fmt: skip

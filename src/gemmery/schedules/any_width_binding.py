@@ -271,11 +271,11 @@ class AnyWidthBinding(Binding):
             self._matrix(extras, block), p.M, p.N, p.K, whole + cut, whole, *parts,
             tiles_m, tiles_n, *divisors, tile.y, band, boxes[0], x_size, boxes[1], y_size, self.streams,
             c.num_stages, divisor(c.num_stages), place_args, step_args,
-            epilogue_arguments(p, self.part, given, numbers), workspace, self._vectors(extras),
+            epilogue_arguments(p, self.part, given, numbers), workspace, *self._vectors(extras),
         ]  # fmt: skip
 
     def _vectors(self, extras: Sequence[Any]) -> tuple[tuple[Any, ...], ...]:
-        """Vectors along X and along Y with adjacent elements that the epilogue reads, each element once."""
+        """Vectors along X, and along Y, with adjacent elements that the epilogue reads."""
         p = self.problem
         if p.batch or p.ragged or p.paired:
             return (), ()

@@ -36,8 +36,8 @@ SCALED_EDGE = 27.0
 #: allocates other registers (`any_width_scales-mixed`); of other versions.
 SCALED_CUT, OTHERS_CUT = {"3.9": 1.07}, 1.02
 #: For products with a 2:4 sparse weight: their time as a part of that of dense ones, if only Y is read from shared
-#: memory; and seconds at a launch's start for each warpgroup but the first.
-SPARSE, SPARSE_GROUP = 0.41, 0.5e-6
+#: memory; and seconds at a launch's start for each warpgroup but the first, with kept numbers of 16 and of 8 bits.
+SPARSE, SPARSE_GROUP, SPARSE8_GROUP = 0.41, 0.5e-6, 0.95e-6
 #: For numbers that are read from shared memory: columns of Y, and rows of X, with which X and all stores take as long
 #: as Y.
 SPARSE_Y, SPARSE_X = 68, 64
@@ -163,12 +163,13 @@ def _of_sparse(
 
 
 _SPARSE = Terms(_of_sparse, lambda s, groups: START + SPARSE_GROUP * (groups - 1), beyond=BEYOND)
+_SPARSE8 = _SPARSE._replace(start=lambda s, groups: START + SPARSE8_GROUP * (groups - 1))
 #: By `Stage.kind`, and "" for plain matrices.
 TERMS = {
     "": Terms(_of_matrix, lambda s, groups: np.asarray(START)),
     "packed": Terms(_of_packed, lambda s, groups: START + UNPACK_START * s.num_warps / 4 - ONE_WIDTH),
     "sparse": _SPARSE,
-    "sparse decoded": _SPARSE._replace(step=SPARSE8),
+    "sparse decoded": _SPARSE8._replace(step=SPARSE8),
 }
 
 
@@ -181,6 +182,8 @@ def costs(problem: Problem, space: Space, given: Given, takes_turns: bool, clust
     """
     p, s, device, staged = problem, space, problem.device, problem.b.staged
     terms = TERMS["" if staged is None else staged.kind]
+    if p.b.is_sparse and p.a.bits == 8:
+        terms = _SPARSE8
     x, y = np.where(s.swap, s.block_n, s.block_m), np.where(s.swap, s.block_m, s.block_n)
     groups = np.ones_like(s.num_warps) if takes_turns else s.num_warps // 4
     # Rows that two warpgroups share are multiplied and stored twice.
