@@ -506,6 +506,14 @@ CLUSTERED = [(1, 520, 4128), (13, 328, 608), (70, 200, 4128), (200, 136, 3104)]
 WEIGHTS = {
     "dense": (lambda w: w, wide),
     "sparse": (gemmery.sparsify, lambda w: wide(w.dense(torch.float64))),
+    "sparse e4m3": (
+        lambda w: gemmery.quantize(gemmery.sparsify(w), "e4m3"),
+        lambda w: wide(w.dense(torch.float64)),
+    ),
+    "nf4": (
+        lambda w: gemmery.quantize(w, "nf4", dtype=w.dtype),
+        lambda w: w.dequantize(torch.float64),
+    ),
     "int4": (
         lambda w: gemmery.quantize(w, "int4", dtype=w.dtype),
         lambda w: w.dequantize(torch.float64),
@@ -553,8 +561,8 @@ def test_clusters(name, programs):
 
 
 @pytest.mark.parametrize("programs", PROGRAMS)
-def test_clusters_of_fp8(programs):
-    kind = "fp8 fast"
+@pytest.mark.parametrize("kind", ["pairs", "fp8", "fp8 fast"])
+def test_clusters_of_other_kinds(kind, programs):
     more, dtype = KINDS[kind]
     taken = 0
     for M, N, K in CLUSTERED:

@@ -12,8 +12,9 @@ One warp (`produce`; two for small tiles) loads blocks of both into a ring of st
 into the next. For each step along K it issues one load of X and one of Y. A load has as many rows as the tile, which
 can be any number, because it is part of the tensor map. If X is a packed weight, there is one more load for each kind
 of group parameters. Warpgroups, which are four warps each (`consume`), multiply. They share a tile, each with its own
-rows of X. With PINGPONG they take tiles in turn: while one multiplies, the other one stores. These are CUTLASS's
-cooperative and ping-pong schedules (github.com/NVIDIA/cutlass).
+rows of X, except that the last two may share some: then X_ROWS is no multiple of 64, and these rows are stored twice,
+with the same bits. With PINGPONG they take tiles in turn: while one multiplies, the other one stores. These are
+CUTLASS's cooperative and ping-pong schedules (github.com/NVIDIA/cutlass).
 
 The ring holds the blocks of X of all stages, then those of Y, and then group parameters. Each stage has two barriers:
 `full` is complete when its blocks have arrived, `free` when all warps have read them. `turn` says which warpgroup may
@@ -24,8 +25,7 @@ slots. A program's last tile has a slot for each part, in the ring. With CLUSTER
 some of the parts, see `any_width_cluster`.
 
 An operand has a form, which determines the coordinates of its tensor map: "rows" are (k, row), "turned" is (row, k),
-    where
-adjacent elements are along the rows, "pairs" are (k, row of 8, half, eight), "packed" is (word, line, strip), see
+where adjacent elements are along the rows, "pairs" are (k, row of 8, half, eight), "packed" is (word, line, strip), see
 `any_width_packed`, "sparse" is (kept number, row), see `any_width_sparse`, and "sparse pairs" is both. Rows of a pair
 come from its two halves in turn, eight at a time, so that both numbers that make one of the output are in one thread.
 "many rows" and "many turned" are for a batch of matrices and have one more coordinate, the number of the matrix.

@@ -3,8 +3,9 @@
 The weight is X. `wgmma.sp` of PTX reads its kept numbers from shared memory, 32 of a row for a step of 64 along K. It
 takes the metadata from registers: for 16 rows and 64 columns, each thread of a warp has a word. A stage has the kept
 numbers, swizzled by 64 bytes. The words of metadata follow the blocks of all stages; those of 32 rows and 32 columns
-are adjacent; see `formats.sparse`. If both operands are fp8, a step has 128 columns, and a thread's word
-belongs to one row: it is made of halves of two stored words.
+are adjacent; see `formats.sparse`. Short products have long steps of 128 columns, with kept numbers that are swizzled
+by 128 bytes, a second word in each thread, and two blocks of Y. If both operands are fp8, a step has 128 columns, and a
+thread's word belongs to one row: it is made of halves of two stored words.
 
 Kept numbers of 8 bits are not swizzled if the other operand has 16 bits. Each thread reads its share of them and
 widens them to 16 bits, and the tensor cores take these from registers, too.

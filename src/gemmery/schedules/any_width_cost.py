@@ -86,7 +86,7 @@ VECTOR, VECTOR_IN_TURN, VECTOR_LAST = 1.04e-6, 0.6e-6, 1.2e-6
 #: The first for 16-bit operands, where the vector is that of the rows of X; and where it is that of the rows of Y, once
 #: and for each part of a tile, which reads another piece of it.
 VECTOR_X, VECTOR_Y, VECTOR_PART = 0.65e-6, 0.2e-6, 0.65e-6
-#: The first for a cluster, each of whose programs finishes a few parts (`fused_choices-mixed.json`).
+#: The first for a cluster, each of whose programs finishes a few parts (`short_choices-mixed.json`).
 CLUSTERED_VECTOR = 0.2e-6
 #: If warpgroups take turns, each part has its code, and more code takes longer to fetch: the
 #: seconds for the square of the parts of a program's last tile.
@@ -100,7 +100,7 @@ PART, ROW_BYTES, LONG_FILL = 64 * 64, 128, 0.5
 #: Seconds that parts of a tile take to meet, beside the time of their bytes, and how often each byte is on its way.
 REDUCTION, TIMES = 0.663e-6, 3.10
 #: The additional seconds of the first with a packed weight; and in a cluster, those for each column of a tile with one
-#: warpgroup (`fused_choices-mixed.json`).
+#: warpgroup (`short_choices-mixed.json`).
 PACKED_REDUCTION, PACKED_CLUSTERED = 0.9e-6, 0.83e-8
 #: The same for a cluster, through shared memory, and its stream of blocks from memory. The shares of multiprocessors
 #: that clusters of up to 8 programs have at the same time, and seconds until later clusters start. Fitted to 470 times

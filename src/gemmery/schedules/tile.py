@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 MEMORY, SOONER = Stream(long=0.913, short=0.433, ramp=40e-6), 0.75e-6
 #: Of the same problems with a traced epilogue: its seconds, and those for each function call of a thread beyond 64,
 #: whose code is unrolled; and of fp8 that is promoted, the seconds that a step of 256 columns of a small tile takes
-#: more. Fitted to 50 random products of up to 17 us on an H200 (`looks/fused_choices-mixed.json`).
+#: more. Fitted to 50 random products of up to 17 us on an H200 (`looks/short_choices-mixed.json`).
 TRACED, UNROLLED, MOST_CALLS, PROMOTED, SMALL = 0.6e-6, 2.5e-8, 64, 0.13e-6, 64 * 64
 #: Of packed weights: the part of a program's time that each other program on its multiprocessor adds. While one
-#: unpacks, another one multiplies. Fitted to 22 random products with int4 (`looks/fused_choices-mixed.json`).
+#: unpacks, another one multiplies. Fitted to 22 random products with int4 (`looks/short_choices-mixed.json`).
 BESIDE = 0.7
 #: Of groups of rows: the seconds in which a program finds its group; how long the stream from memory takes beside that
 #: of a plain product; and the least area of a tile, with how much faster such tiles are than in plain products. Fitted
