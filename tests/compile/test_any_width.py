@@ -33,6 +33,8 @@ CASES = [
     ("NT", "256x160x64-g8-w8-s3-cooperative-descriptor"),
     ("NT", "128x144x64-g8-w8-s4-pingpong-descriptor"),
     ("NT", "16x64x64-g8-w4-s12-cooperative-descriptor-swap"),
+    # Two warpgroups share rows.
+    ("NT", "16x96x64-g8-w8-s8-cooperative-descriptor-k2-swap"),
 ]
 
 
@@ -161,6 +163,8 @@ def test_products_with_packed_weights_do_not_wait_for_each_other(text, format, d
 SPARSE = [
     ("sparse", "bf16", "16x64x64-g8-w4-s12-cooperative-descriptor-k2-swap"),
     ("sparse", "bf16", "64x64x64-g8-w4-s12-cooperative-descriptor-swap"),
+    ("sparse", "bf16", "16x64x128-g8-w4-s12-cooperative-descriptor-swap"),
+    ("sparse", "fp16", "16x96x128-g8-w8-s8-cooperative-descriptor-k2-swap"),
     ("sparse", "fp16", "176x256x64-g8-w8-s5-cooperative-descriptor-k2-swap"),
     ("sparse", "bf16", "192x192x64-g8-w12-s5-cooperative-descriptor-k2-swap"),
     ("sparse_e4m3", "bf16", "16x128x64-g8-w8-s12-cooperative-descriptor-k2-swap"),
@@ -204,8 +208,9 @@ def check_sparse(problem, tensors, config, dtype):
     # Within a round, steps wait for the one before; see `any_width_sparse`.
     for y in widths:
         products = code.count(f"{product}{y}x")
-        # Of the first step, of those that fill no round, and of a round, two for each 64 rows.
-        assert products == 2 * tile.own // 64 * (1 + TOGETHER) * tile.groups
+        # Of the first step, of those that fill no round, and of a round, two for each 64 rows, or four in a long step.
+        each = 4 if dtype in ("bf16", "fp16") and config.block_k == 128 else 2
+        assert products == each * tile.own // 64 * (1 + TOGETHER) * tile.groups
     waits = len(re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x1\b", code))
     assert waits == (TOGETHER - 1) * len(widths) * tile.groups
     ring = tile.slots * tile.part * ROW
@@ -270,9 +275,27 @@ def test_other_kinds_compile(kind, text):
     check_spills(compiled)
 
 
-@pytest.mark.parametrize(
-    "text", ["64x64x64-g0-w4-s12-cooperative-descriptor-swap", "128x176x64-g8-w8-s4-cooperative-descriptor"]
-)
+ONE_ROW = ["64x64x64-g0-w4-s12-cooperative-descriptor-swap", "128x176x64-g8-w8-s4-cooperative-descriptor"]
+
+
+def masked(acc, mask):
+    return torch.where(mask, acc, 0.0)
+
+
+@pytest.mark.parametrize("text", ONE_ROW)
+def test_vectors_of_any_type_are_prefetched(text):
+    """One for the rows of X or of Y, with elements of one byte, too."""
+    x, weight = torch.empty(256, 1024, dtype=torch.bfloat16), torch.empty(512, 1024, dtype=torch.bfloat16)
+    mask = torch.empty(512, dtype=torch.bool)
+    problem = linear_problem(
+        x.to("meta"), weight.to("meta"), device_named("H200"), epilogue=masked, args=(mask.to("meta"),)
+    )
+    with compiling_for("sm_90"):
+        compiled = schedules.bind(problem, Config.of(text)).compile(*arguments(problem, "meta"))
+    assert compiled.asm["ptx"].count("prefetch.global.L2") == 1
+
+
+@pytest.mark.parametrize("text", ONE_ROW)
 def test_one_row_for_many_products_compiles(text):
     x, weight, row = (
         torch.empty(*size, dtype=torch.bfloat16, device="meta")

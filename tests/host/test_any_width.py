@@ -155,6 +155,15 @@ def test_a_kernel_whose_products_wait_is_compiled_again(well, monkeypatch):
         assert binding.compile([]) is made[well or (96,)]
 
 
+@pytest.mark.parametrize("text, rows", [("16x96x64-g0-w8-s8", 128), ("16x160x64-g0-w12-s8", 192)])
+def test_parts_of_tiles_with_shared_rows_have_memory_for_all_warpgroups(text, rows):
+    config = Config.of(f"{text}-cooperative-descriptor-k2-swap")
+    found = schedules.bind(problem(16, 1024, 4096), config)
+    work = found.work
+    assert work.cut > 0
+    assert found.workspace_size == (work.cut * 2 * rows * 16 * 4, work.cut * found.tile.groups)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -165,6 +174,8 @@ def test_a_kernel_whose_products_wait_is_compiled_again(well, monkeypatch):
         ("128x8x64-g8-w8-s4-cooperative-descriptor", "multiple of 8 from 16"),
         ("80x128x64-g8-w8-s4-cooperative-descriptor", "64 or 128 rows for each warpgroup"),
         ("96x128x64-g8-w12-s4-cooperative-descriptor", "64 or 128 rows for each warpgroup"),
+        ("64x128x64-g8-w8-s4-cooperative-descriptor", "64 or 128 rows for each warpgroup"),
+        ("192x128x64-g8-w8-s4-cooperative-descriptor", "64 or 128 rows for each warpgroup"),
         ("128x128x64-g8-w12-s4-cooperative-descriptor", "64 or 128 rows for each warpgroup"),
         ("128x256x64-g8-w8-s13-cooperative-descriptor", "barriers for 12"),
         ("128x128x64-g8-w8-s1-cooperative-descriptor", "needs at least 2"),

@@ -111,7 +111,7 @@ def bodies(slots, **changed):
         "fetch": slots.fetch, "mbarrier": types.SimpleNamespace(wait=slots.wait),
         "in_block": lambda value: value, "picked": lambda acc, index, PART: "blocks",
         "columns_of": lambda blocks: blocks, "blocks_of": lambda *more: "blocks",
-        "lie_beside": lambda X_FORM, SECOND, X_ROWS: X_FORM == "packed" or SECOND is not None, "wait_for_slot": slots.wait_for_slot, "upright": lambda blocks, *more: types.SimpleNamespace(type=types.SimpleNamespace(layout=None)),
+        "lie_beside": any_width_finish.lie_beside, "wait_for_slot": slots.wait_for_slot, "upright": lambda blocks, *more: types.SimpleNamespace(type=types.SimpleNamespace(layout=None)),
         "column_halves": lambda block: (block, block), "barrier": lambda: None,
         "applied": lambda block, args, shape, row, col, EPILOGUE, PAIRED, IN_BATCH: EPILOGUE,
         "in_groups": lambda x, y: False, "is_batch": lambda x, y: False, "is_paired": lambda x, y: "pairs" in (x, y),

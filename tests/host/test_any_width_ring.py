@@ -20,6 +20,7 @@ pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 from gemmery.kernels import (
     any_width,
     any_width_cluster,
+    any_width_finish,
     any_width_load,
     any_width_loop,
     any_width_packed,
@@ -622,11 +623,10 @@ def kernel(machine, number, programs, groups, threads, boxes, forms, streams, sc
     } | {
         "format_of": format_of,
         "x_bytes_of": lambda rows, format: any_width_stage.x_bytes(rows, any_width_loop.format_of(format)),
-        "lie_beside": lambda form, second, rows: form == "packed" or form.startswith("sparse") or rows % 64 > 0,
-        "own_rows": lambda rows, groups: -(-rows // (64 * groups)) * 64, "first_row": lambda rows, own, group: min(group * own, rows - own),
+        "lie_beside": any_width_finish.lie_beside, "own_rows": any_width.own_rows, "first_row": any_width.first_row,
         "is_paired": lambda x, y: x.endswith("pairs") or y.endswith("pairs"), "is_turned": lambda form: form.endswith("turned"), "widest_of": max,
         "in_groups": lambda x, y: "grouped" in x + y, "in_ranges": lambda x, y: "ranged" in x,
-        "gl": gl, "ahead_of": ahead_of, "loaders_of": any_width_load.loaders_of, "LAST_ROW": any_width_load.LAST_ROW, "SMALL": any_width_load.SMALL, "ROW": ROW, "STAGES": STAGES, "step_of": lambda kind, format: step,
+        "gl": gl, "ahead_of": ahead_of, "loaders_of": any_width_load.loaders_of, "LAST_ROW": any_width_load.LAST_ROW, "SMALL": any_width_load.SMALL, "ROW": ROW, "STAGES": STAGES, "step_of": any_width_loop.step_of,
         "later": types.FunctionType(any_width.later.fn.__code__, {"quotient": QUOTIENT}), "shared_at": lambda at: at,
         "matrix_descriptor": lambda address, chunk: address // 16,
         "zeros_of": lambda count: types.SimpleNamespace(values=[None] * count), "in_block": lambda value: value,

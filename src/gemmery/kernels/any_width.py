@@ -205,7 +205,7 @@ def produce(
             row, col, end, first_k, last_k, batch, known = corner(
                 unit, known, state, shape, tile, PLACE, X_ROWS, SWAP, X_FORM, Y_FORM
             )
-        # The epilogue would have to wait for memory.
+        # Otherwise the epilogue would have to wait for memory.
         prefetch_vectors(vectors[0], row, X_ROWS, shape[1] if SWAP else shape[0])
         prefetch_vectors(vectors[1], col, tile[0], shape[0] if SWAP else shape[1])
         load_steps(

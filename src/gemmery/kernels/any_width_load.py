@@ -255,7 +255,7 @@ def _operands(X_ROWS, FORMAT, X_FORM, Y_FORM, batch, row, x_box, x_size, col, wi
     )  # fmt: skip
 
 
-def _load(name, FORM, columns, batch, rows):
+def _load(name, FORM, columns, batch, second):
     """A function that writes the assembly of a load; see `_Operand.load`.
 
     Args:
@@ -263,8 +263,8 @@ def _load(name, FORM, columns, batch, rows):
         FORM: its form.
         columns: for which one place along K stands.
         batch: a register with the number of the matrix, in a batch; or with the end of the range of K.
-        rows: if each row has two blocks, which are adjacent along K, a register with the rows of a block. The second
-            ones follow the first ones.
+        second: where each row has two blocks, which are adjacent along K, a register with the rows of a block; the
+            second ones follow the first ones. Otherwise "".
     """
     code = f"cp.async.bulk.tensor.{_DIMS[FORM]}d.shared::cluster.global.mbarrier::complete_tx::bytes"
     # The assembler would make a slow division of one by a constant.
@@ -290,9 +290,9 @@ def _load(name, FORM, columns, batch, rows):
             "packed": ("{zero, line, strip}", f"mov.b32 zero, 0; {line} shr.u32 strip, {row}, 4;"),
         }[FORM]
         made = f"{before} {code}{'.L2::cache_hint' * bool(policy)} [{to}], [{name}_map, {at}], [at]{policy};"
-        if rows:
+        if second:
             made += (
-                f"add.s32 line, k, {ROW.value // 2}; mad.lo.s32 strip, {rows}, {ROW.value}, {to};"
+                f"add.s32 line, k, {ROW.value // 2}; mad.lo.s32 strip, {second}, {ROW.value}, {to};"
                 f"{code}{'.L2::cache_hint' * bool(policy)} [strip], [{name}_map, {{line, {row}}}], [at]{policy};"
             )
         return made
@@ -366,14 +366,17 @@ def prefetch_maps(FORMAT, X_FORM, Y_FORM, _semantic=None):
 
 @builtin
 def prefetch_vector(at, first, count, size, _semantic=None):
-    """Prefetches elements of a vector into L2, in one warp.
+    """Prefetches elements of a vector into L2. Each loading warp asks for all of them.
+
+    Those that are in a line of memory with elements behind the last one may be left out.
 
     Args:
         at: where the vector is; its elements are adjacent.
         first, count: which elements; at most 32 times 128 bytes.
         size: how many the vector has. Elements behind it are left out.
     """
-    item = at.dtype.element_ty.primitive_bitwidth // 8
+    # An element of bool has one bit for Triton.
+    item = max(8, at.dtype.element_ty.primitive_bitwidth) // 8
     gl.inline_asm_elementwise(
         "{ .reg .pred own; .reg .b32 own_first; .reg .b64 own_at; mov.u32 own_first, %laneid;"
         f"mul.lo.s32 own_first, own_first, {128 // item}; setp.lt.s32 own, own_first, $3;"

@@ -5,7 +5,7 @@ the class.
 """
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 #: Rows that an instruction multiplies, and whose parameters are stored together; bytes of a row of a stage.
 ROWS, LINE_BYTES = 64, 128
@@ -118,6 +118,11 @@ class Stage(Protocol):
 def x_bytes(rows: int, format: Stage | None) -> int:
     """Bytes of these rows of X in a stage: of the operand, or of a weight's stored form."""
     return rows * LINE_BYTES if format is None else rows // 16 * format.words
+
+
+def own_rows(rows: Any, groups: Any) -> Any:
+    """Rows of X of each warpgroup that shares a tile of `rows`; as `any_width.own_rows`, of numbers and of arrays."""
+    return -(-rows // (ROWS * groups)) * ROWS
 
 
 def y_blocks_of(format: Stage | None) -> int:

@@ -155,8 +155,8 @@ class AnyWidth(PersistentStatic):
                 f"{' or '.join(map(str, warps))} warps"
             )
         tile = self.tile(c)
-        shares = tile.own == ROWS < tile.x and tile.x % SHARED_ROWS == 0 and tile.x > (tile.groups - 1) * ROWS
-        if tile.own not in (ROWS, 2 * ROWS) or (tile.x != tile.multiplied and not shares):
+        twice = (1 if self.takes_turns else tile.groups) * tile.own - tile.x
+        if tile.own not in (ROWS, 2 * ROWS) or twice not in ((0, SHARED_ROWS) if tile.own == ROWS else (0,)):
             raise ValueError(
                 f"Config: the {self.name} schedule needs {ROWS} or {2 * ROWS} rows for each warpgroup of 4 warps, or "
                 f"{ROWS} of which the last two share {SHARED_ROWS}"

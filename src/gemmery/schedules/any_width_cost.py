@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from ..kernels.any_width_stage import LINE_BYTES, own_rows
 from .base import triton_version
 from .binding import promotes
 from .cost import FILL, FILLED, FUNCTION, Costs, Floats, Given, Stream, calls_of, fitted, thin_seconds
@@ -42,7 +43,7 @@ SPARSE, SPARSE_GROUP, SPARSE8_GROUP = 0.41, 0.5e-6, 0.95e-6
 #: as Y.
 SPARSE_Y, SPARSE_X = 68, 64
 #: The least seconds of a step with kept numbers of 8 bits that are widened to 16.
-SPARSE8 = 1.6e-7
+SPARSE8_STEP = 1.6e-7
 #: The slowdown of loads from L2 for each doubling of A and B beyond L2's size, with a sparse weight. Dense
 #: products, which take longer themselves, do not show this.
 BEYOND = 0.3
@@ -93,10 +94,10 @@ CLUSTERED_VECTOR = 0.2e-6
 CODE = 0.33e-6
 #: Seconds for each part but the first of a tile whose epilogue reads a matrix.
 MATRIX = 0.6e-6
-#: Elements of a part; bytes of a block of a row of Y, of which a long step has two, and the exponent with which rows
-#: outside then take longer. Fitted to 140 times of 34 products of 2:4 weights on an H200
+#: Elements of a part; and the exponent with which rows outside take longer, where a step has several blocks of each
+#: row of Y. Fitted to 140 times of 34 products of 2:4 weights on an H200
 #: (`sparse_short-bf16-triton3.9.json`).
-PART, ROW_BYTES, LONG_FILL = 64 * 64, 128, 0.5
+PART, LONG_FILL = 64 * 64, 0.5
 #: Seconds that parts of a tile take to meet, beside the time of their bytes, and how often each byte is on its way.
 REDUCTION, TIMES = 0.663e-6, 3.10
 #: The additional seconds of the first with a packed weight; and in a cluster, those for each column of a tile with one
@@ -120,13 +121,13 @@ class Terms(NamedTuple):
     Attributes:
         products: the time of the products of a program, given the problem, the space, what they take at
             `EFFICIENCY`, the program's steps, rows of X and of Y, and warpgroups that share a tile.
-        start: seconds at a launch's start, given the space and the same warpgroups.
+        start: seconds at a launch's start, given the problem, the space and the same warpgroups.
         step: the least seconds of a step.
         beyond: by how much loads from L2 slow down, see `BEYOND`.
     """
 
     products: Callable[[Problem, Space, Floats, Floats, Floats, Floats, Floats], Floats]
-    start: Callable[[Space, Floats], Floats]
+    start: Callable[[Problem, Space, Floats], Floats]
     step: float = 0.0
     beyond: float = 0.0
 
@@ -162,14 +163,20 @@ def _of_sparse(
     return seconds
 
 
-_SPARSE = Terms(_of_sparse, lambda s, groups: START + SPARSE_GROUP * (groups - 1), beyond=BEYOND)
-_SPARSE8 = _SPARSE._replace(start=lambda s, groups: START + SPARSE8_GROUP * (groups - 1))
+def _start_of_sparse(p: Problem, s: Space, groups: Floats) -> Floats:
+    """`Terms.start` of a sparse weight."""
+    both_wide = p.a.bits == 16 and p.b.staged is not None and p.b.staged.kind == "sparse"
+    seconds: Floats = START + (SPARSE_GROUP if both_wide else SPARSE8_GROUP) * (groups - 1)
+    return seconds
+
+
+_SPARSE = Terms(_of_sparse, _start_of_sparse, beyond=BEYOND)
 #: By `Stage.kind`, and "" for plain matrices.
 TERMS = {
-    "": Terms(_of_matrix, lambda s, groups: np.asarray(START)),
-    "packed": Terms(_of_packed, lambda s, groups: START + UNPACK_START * s.num_warps / 4 - ONE_WIDTH),
+    "": Terms(_of_matrix, lambda p, s, groups: np.asarray(START)),
+    "packed": Terms(_of_packed, lambda p, s, groups: START + UNPACK_START * s.num_warps / 4 - ONE_WIDTH),
     "sparse": _SPARSE,
-    "sparse decoded": _SPARSE8._replace(step=SPARSE8),
+    "sparse decoded": _SPARSE._replace(step=SPARSE8_STEP),
 }
 
 
@@ -182,12 +189,10 @@ def costs(problem: Problem, space: Space, given: Given, takes_turns: bool, clust
     """
     p, s, device, staged = problem, space, problem.device, problem.b.staged
     terms = TERMS["" if staged is None else staged.kind]
-    if p.b.is_sparse and p.a.bits == 8:
-        terms = _SPARSE8
     x, y = np.where(s.swap, s.block_n, s.block_m), np.where(s.swap, s.block_m, s.block_n)
     groups = np.ones_like(s.num_warps) if takes_turns else s.num_warps // 4
     # Rows that two warpgroups share are multiplied and stored twice.
-    multiplied = -(-x // (ROWS * groups)) * ROWS * groups
+    multiplied = own_rows(x, groups) * groups
     steps = -(-max(p.K, 1) // s.block_k)
     tiles = given.tile_rows(p.matrices, s.block_m) * -(-p.N // s.block_n)
     whole, chunk, parts = Work.divide_many(tiles, steps, device.sms, s.split_k)
@@ -216,11 +221,11 @@ def costs(problem: Problem, space: Space, given: Given, takes_turns: bool, clust
     # Loads run ahead across tiles: only the time around the last tile is not overlapped with memory.
     loop = loop + (turns - 1) * around
     body = np.maximum((loop**OVERLAP + stream**OVERLAP) ** (1 / OVERLAP), waits)
-    is_long = p.b.is_sparse & (s.block_k * p.a.bits > 8 * ROW_BYTES)
-    start = terms.start(s, groups) + (FIND if given.in_groups else 0.0)
+    is_long = p.b.is_sparse & (_blocks_of_y(p, s) > 1)
+    start = terms.start(p, s, groups) + (FIND if given.in_groups else 0.0)
     start = start - (SOONER - LONG_START * is_long) * (x == ROWS)
     last = LAST + store * LAST_STORE + epilogue + _code_seconds(p, elements)
-    if takes_turns and p.extras and not fitted(p):
+    if takes_turns and p.a.bits == 8 and any(_along(p)):
         last = last + VECTOR_LAST
     once = start + (last if takes_turns else around)
     moved = multiplied * y * 4.0 / device.sm_bandwidth
@@ -274,9 +279,15 @@ def _least_of_step(
     asking = np.maximum(np.minimum(1, busy / (FILLED * problem.device.sms)), FILL_ALONE)
     outside = np.maximum(x - x_rows, y - y_rows) * FILL * asking
     if problem.b.is_sparse:
-        outside = outside * (space.block_k * problem.a.bits / (8 * ROW_BYTES)) ** LONG_FILL
+        outside = outside * _blocks_of_y(problem, space) ** LONG_FILL
     seconds: Floats = np.maximum(LATENCY / (space.num_stages - 1), outside)
     return seconds
+
+
+def _blocks_of_y(problem: Problem, space: Space) -> Floats:
+    """Blocks of each row of Y in a step, see `Stage.y_blocks`."""
+    blocks: Floats = space.block_k * problem.a.bits / (8 * LINE_BYTES)
+    return blocks
 
 
 def _waits(stream: Floats, loop: Floats, together: Floats, streamed: Floats) -> Floats:
@@ -303,9 +314,7 @@ def _epilogue_seconds(
     """
     p = problem
     seconds: Floats = area * (FUNCTION * calls_of(p)) + thin_seconds(p, elements)
-    of_rows, of_columns = (
-        any(bool(x.row) == row and bool(x.col) != row for x in p.extras) for row in (True, False)
-    )
+    of_rows, of_columns = _along(p)
     if clustered:
         seconds = seconds + (of_rows or of_columns) * CLUSTERED_VECTOR
     elif takes_turns or not fitted(p):
@@ -317,6 +326,14 @@ def _epilogue_seconds(
     if p.fusion is not None and p.fusion.matrix is not None:
         seconds = seconds + MATRIX * np.maximum(elements / PART - 1, 0)
     return seconds
+
+
+def _along(problem: Problem) -> tuple[bool, bool]:
+    """Whether an epilogue reads a vector along M, and one along N."""
+    of_rows, of_columns = (
+        any(bool(x.row) == row and bool(x.col) != row for x in problem.extras) for row in (True, False)
+    )
+    return of_rows, of_columns
 
 
 def _code_seconds(problem: Problem, elements: Floats) -> Floats:

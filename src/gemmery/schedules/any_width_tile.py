@@ -9,7 +9,7 @@ import torch
 
 from ..devices import ARCHS
 from ..kernels.any_width_cluster import MOST
-from ..kernels.any_width_stage import params_bytes, x_bytes, y_blocks_of
+from ..kernels.any_width_stage import own_rows, params_bytes, x_bytes, y_blocks_of
 from ..operands.scaled import Scaled
 from .base import Forms
 from .binding import promotes
@@ -164,7 +164,7 @@ class Tile(NamedTuple):
     def of(cls, config: Config, takes_turns: bool) -> Tile:
         x, y = (config.block_n, config.block_m) if config.swap else (config.block_m, config.block_n)
         groups = config.num_warps // 4
-        return cls(x, y, groups, x if takes_turns or not groups else -(-x // (groups * ROWS)) * ROWS)
+        return cls(x, y, groups, x if takes_turns or not groups else own_rows(x, groups))
 
     @property
     def multiplied(self) -> int:

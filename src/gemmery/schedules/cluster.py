@@ -9,6 +9,8 @@ import numpy as np
 
 from ..kernels import place
 from ..kernels.any_width_cluster import MOST
+from ..operands import Dense
+from ..operands.scaled import Scaled
 from . import cluster_launch
 from .any_width import AnyWidth
 from .any_width_binding import AnyWidthBinding
@@ -76,6 +78,10 @@ class Cluster(AnyWidth):
         yield from super().needs(p)
         yield not p.batch and not p.ragged, "one matrix, since tiles of a batch are not cut along K"
         yield p.fusion is None or p.fusion.matrix is None, "an epilogue that reads and writes no other matrix"
+        yield (
+            type(p.a) in (Dense, Scaled),
+            "activations without an adapter that do not come from other ranks, since no GPU has run those in clusters",
+        )
 
     def considers(self, problem: Problem, rows: Floats, config: Config | Space) -> np.ndarray:
         c = config

@@ -1,8 +1,8 @@
 """The rows of tiles of any width, see `kernels.any_width`.
 
-Matrices have a row for every width from `PART` on that fits into registers and shared memory. They have two narrower
-tiles for products of a few rows, each with its own kernel. Packed weights have fewer widths, and no narrow tiles. The
-rows are made from the sizes of tiles, since there are too many to write down.
+Matrices have a row for every width from `PART` on that fits into registers and shared memory. For products of a few
+rows they have narrow tiles, each with its own kernel. Packed weights have fewer widths, and no narrow tiles. The rows
+are made from the sizes of tiles, since there are too many to write down.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ class Offer(NamedTuple):
 
     Attributes:
         stages: the weights' stages, those first of which most fit into the ring.
-        step: columns of a step.
         shared, turns: sizes of tiles that warpgroups share, and of those that they take in turn.
         narrow: whether there are the tiles of `NARROW_TILES`.
         short: the stage of these and of clusters' tiles, if it is another one.
@@ -52,7 +51,6 @@ class Offer(NamedTuple):
     """
 
     stages: tuple[Stage, ...]
-    step: int = STEP
     shared: Sizes = SHARED_TILES
     turns: Sizes = ()
     narrow: bool = False
@@ -77,12 +75,13 @@ def packed(bits: int) -> Offer:
     return Offer(stages, turns=TURNS, each=16, alone=128)
 
 
-#: For 2:4 sparse weights of 16 bits, and for those of 8 bits that are widened to 16, with 64 rows for each warpgroup.
+#: For 2:4 sparse weights of 16 bits, and for those of 8 bits that are widened to 16, which have 64 rows for each
+#: warpgroup.
 SPARSE = Offer((SparseStage(),), narrow=True, short=SparseStage(wide=True))
 SPARSE8 = Offer((SparseStage("e4m3"),), shared=_SMALL, narrow=True)
 #: For 2:4 sparse weights with fp8 activations. With scales after the product, tiles of 128 rows for each warpgroup
 #: spill: 208 bytes with Triton 3.9, and 248 with 3.6.
-SPARSE_FP8 = Offer((SparseStage(fp8=True),), ROW, _SMALL, narrow=True)
+SPARSE_FP8 = Offer((SparseStage(fp8=True),), _SMALL, narrow=True)
 SPARSE_FP8_ACCURATE = SPARSE_FP8._replace(numbers=PROMOTED)
 
 
@@ -125,7 +124,7 @@ def _narrow(step: int, numbers: Numbers | None, stage: Stage | None = None) -> l
     for x, groups, own in NARROW_TILES:
         tiles = [Tile(x, y, groups, own) for y in NARROW if y <= Tile(x, y, groups, own).widest(numbers)]
         for tile in tiles:
-            # Other rows have the wider ones of whole warpgroups.
+            # `_rows` has tiles of 64 columns whose warpgroups share no rows; with long steps, they were not measured.
             if tile.y < PART or x % ROWS:
                 behind = f"{step} 0 {4 * groups} {tile.most_stages(stage)} 1.0"
                 lines.append(f"{tile.y}x{x}x{behind} swap splits")
@@ -185,8 +184,8 @@ def staged_rows(offer: Offer) -> dict[tuple[str, str], str]:
     numbers = offer.numbers or rules_of(offer.stages[0]).numbers
     short = offer.short or offer.stages[0]
     narrow = _narrow(short.step, numbers, short) if offer.narrow else []
-    shared = [*_rows(offer.shared, offer.step, numbers, offer), *narrow]
-    turns = _rows(offer.turns, offer.step, numbers, offer)
+    shared = [*_rows(offer.shared, offer.stages[0].step, numbers, offer), *narrow]
+    turns = _rows(offer.turns, offer.stages[0].step, numbers, offer)
     clusters = _clusters(short.step, numbers, short, 0 if offer.narrow else PART)
     return {
         ("descriptor", schedule.name): "\n".join(f"{line} apart" for line in lines)
