@@ -301,10 +301,10 @@ class SparseStage(NamedTuple):
             lines = [self._numbers(which, i, kind) for i in own] if self.code else []
             lines.append("wgmma.fence.sync.aligned;")
             for i in own:
-                for half in range(self._products):
-                    adds = bool(half or which or not promotes)
+                for number in range(self._products):
+                    adds = bool(number or which or not promotes)
                     lines.append(
-                        self._product((found if promotes else sums)[i], KIND, turned, which, i, half, adds)
+                        self._product((found if promotes else sums)[i], KIND, turned, which, i, number, adds)
                     )
             return "".join([*lines, "wgmma.commit_group.sync.aligned;"])
 
@@ -330,7 +330,7 @@ class SparseStage(NamedTuple):
     def _registers(self, count: int) -> str:
         """Assembly that declares the registers of metadata and of kept numbers, for a multiple of 64 rows of X."""
         each = [
-            (which, i, half) for which in range(2) for i in range(count) for half in range(self._products)
+            (which, i, number) for which in range(2) for i in range(count) for number in range(self._products)
         ]
         # Of numbers of 16 bits, a word serves two instructions.
         names = dict.fromkeys(self._word(*one) for one in each)
@@ -343,9 +343,9 @@ class SparseStage(NamedTuple):
         pairs = [x for which in range(2) for i in range(count) for x in _pairs(which, i)]
         return f"{text} .reg .b32 {', '.join(kept)}, bytes, left8, right8; .reg .b16 {', '.join(pairs)};"
 
-    def _word(self, which: int, i: int, half: int) -> str:
+    def _word(self, which: int, i: int, number: int) -> str:
         """The register of an instruction's metadata."""
-        return f"words{which}{i}{half if self.fp8 else half // 2 if self.wide else ''}"
+        return f"words{which}{i}{number if self.fp8 else number // 2 if self.wide else ''}"
 
     def _loads(self, which: int, count: int) -> str:
         """Assembly that loads a thread's words of metadata of a step, for a multiple of 64 rows of X."""
@@ -358,24 +358,25 @@ class SparseStage(NamedTuple):
         )
 
     def _product(
-        self, sums: list[str], KIND: str, turned: bool, which: int, i: int, half: int, adds: bool
+        self, sums: list[str], KIND: str, turned: bool, which: int, i: int, number: int, adds: bool
     ) -> str:  # fmt: skip
-        """Assembly of the product of 64 rows of X and a half of a step, or of its half.
+        """Assembly of one of a step's products of 64 rows of X.
 
         Args:
             which: of the two sets of registers.
+            number: which of the products, along K.
             adds: whether it is added to what the registers have.
         """
         x, behind = "own_x", "1, 1" if self.fp8 else f"1, 1, 0, {int(turned)}"
         if self.code:
-            x, behind = f"{{{', '.join(_registers(which, i, half))}}}", f"1, 1, {int(turned)}"
+            x, behind = f"{{{', '.join(_registers(which, i, number))}}}", f"1, 1, {int(turned)}"
         # Each thread of a warp has metadata of 64 columns of fp8; of 32 columns of the others, half of the threads.
-        depth, selector = (64, 0) if self.fp8 else (32, half % 2)
+        depth, selector = (64, 0) if self.fp8 else (32, number % 2)
         units, head = (2 * _UNITS, HEAD) if self.wide else (_UNITS, _HEAD)
         return (
-            f"add.s32 own, x{which}, {units * i + 2 * half}; mov.b64 own_x, {{own, {head}}};"
-            f"add.s32 own, y{which}, {half % 2 * (256 if turned else 4)};"
-            f"{'add.s32 own, own, y_next;' * (half > 1)} mov.b64 own_y, {{own, {HEAD}}};"
+            f"add.s32 own, x{which}, {units * i + 2 * number}; mov.b64 own_x, {{own, {head}}};"
+            f"add.s32 own, y{which}, {number % 2 * (256 if turned else 4)};"
+            f"{'add.s32 own, own, y_next;' * (number > 1)} mov.b64 own_y, {{own, {HEAD}}};"
             f"wgmma.mma_async.sp.sync.aligned.m64n{2 * len(sums)}k{depth}.f32.{KIND}"
-            f" {{{', '.join(sums)}}}, {x}, own_y, {self._word(which, i, half)}, {selector}, {int(adds)}, {behind};"
+            f" {{{', '.join(sums)}}}, {x}, own_y, {self._word(which, i, number)}, {selector}, {int(adds)}, {behind};"
         )
