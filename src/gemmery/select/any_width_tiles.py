@@ -27,12 +27,9 @@ TURNS = ((128, 2, 128),)
 #: are fastest if the rows of X make as many tiles as there are multiprocessors.
 NARROW = (16, 32, 64)
 NARROW_TILES = ((64, 1, 64), (96, 2, 64), (128, 2, 64), (160, 3, 64), (192, 3, 64))
-#: Rows of X, warpgroups and columns of tiles for clusters.
-CLUSTERS = (
-    (64, 1, (16, 32, 64, 80, 96, 112, 128, 144)),
-    (96, 2, (16, 32, 64)),
-    (128, 2, (32, 64, 96, 128, 160)),
-)
+#: Rows of X, warpgroups and columns of tiles for clusters; and for packed weights, which have more kernels.
+CLUSTERS = ((64, 1, (16, 32, 64)), (96, 2, (16, 32, 64)), (128, 2, (32, 64, 128)))
+PACKED_CLUSTERS = ((64, 1, (64, 80, 96, 112, 128, 144)), (128, 2, (64, 96, 128, 160)))
 #: Fewer stages do not keep the tensor cores busy.
 LEAST_STAGES = 3
 
@@ -131,18 +128,17 @@ def _narrow(step: int, numbers: Numbers | None, stage: Stage | None = None) -> l
     return lines
 
 
-def _clusters(step: int, numbers: Numbers | None, stage: Stage | None = None, least: int = 0) -> list[str]:
+def _clusters(step: int, numbers: Numbers | None, stage: Stage | None = None) -> list[str]:
     """The rows of tiles for clusters.
 
     Args:
         stage: of a weight, which is X; None for matrices.
-        least: the smallest width.
     """
     lines = []
-    for x, groups, widths in CLUSTERS:
+    for x, groups, widths in PACKED_CLUSTERS if isinstance(stage, StageFormat) else CLUSTERS:
         for y in widths:
             tile = Tile(x, y, groups, ROWS, clustered=True)
-            if not least <= y <= tile.widest(numbers) or tile.most_stages(stage) < LEAST_STAGES:
+            if y > tile.widest(numbers) or tile.most_stages(stage) < LEAST_STAGES:
                 continue
             behind = f"{step} 0 {4 * groups} {tile.most_stages(stage)} 1.0"
             lines.append(f"{y}x{x}x{behind} swap splits")
@@ -186,7 +182,7 @@ def staged_rows(offer: Offer) -> dict[tuple[str, str], str]:
     narrow = _narrow(short.step, numbers, short) if offer.narrow else []
     shared = [*_rows(offer.shared, offer.stages[0].step, numbers, offer), *narrow]
     turns = _rows(offer.turns, offer.stages[0].step, numbers, offer)
-    clusters = _clusters(short.step, numbers, short, 0 if offer.narrow else PART)
+    clusters = _clusters(short.step, numbers, short)
     return {
         ("descriptor", schedule.name): "\n".join(f"{line} apart" for line in lines)
         for schedule, lines in ((COOPERATIVE, shared), (PINGPONG, turns), (CLUSTER, clusters))
