@@ -40,6 +40,7 @@ from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from . import any_width_given as given
+from . import any_width_stage
 from .any_width_acc import BLOCK8, in_block, zeros_of
 from .any_width_cluster import LOADERS, arrive_in_cluster, finish_in_cluster
 from .any_width_cut import combine
@@ -97,10 +98,8 @@ def turn_at(GROUP: gl.constexpr, BARRIERS_AT: gl.constexpr):
     return shared_at(BARRIERS_AT) + 8 * (2 * STAGES + GROUP)
 
 
-@gluon.constexpr_function
-def own_rows(X_ROWS, GROUPS):
-    """Rows of X of each warpgroup that shares a tile."""
-    return (X_ROWS + 64 * GROUPS - 1) // (64 * GROUPS) * 64
+#: For device code.
+own_rows = gluon.constexpr_function(any_width_stage.own_rows)
 
 
 @gluon.constexpr_function

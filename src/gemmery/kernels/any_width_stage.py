@@ -121,7 +121,7 @@ def x_bytes(rows: int, format: Stage | None) -> int:
 
 
 def own_rows(rows: Any, groups: Any) -> Any:
-    """Rows of X of each warpgroup that shares a tile of `rows`; as `any_width.own_rows`, of numbers and of arrays."""
+    """Rows of X of each warpgroup that shares a tile of `rows`; of numbers and of arrays."""
     return -(-rows // (ROWS * groups)) * ROWS
 
 

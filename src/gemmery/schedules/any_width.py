@@ -201,7 +201,7 @@ class AnyWidth(PersistentStatic):
                 else rules.about or f"{self.tile(c).own} rows for each warpgroup"
             )
             return f"{kind} leaves registers for a width of {widest}"
-        if self.tile(c).x % ROWS and p.fusion is not None and p.fusion.matrix is not None:
+        if self.tile(c).shares and p.fusion is not None and p.fusion.matrix is not None:
             return "an epilogue that reads or writes another matrix needs warpgroups that share no rows"
         if p.a.is_summed and self.repeats(p, np.asarray(p.M), c):
             return "a sum over ranks needs tiles and parts of tiles that do not overlap"
@@ -232,7 +232,7 @@ class AnyWidth(PersistentStatic):
             return f"num_stages is {c.num_stages}; packed and sparse weights need at least {LEAST_PACKED}"
         if c.num_stages > (most := tile.most_stages(stage)):
             return f"num_stages is {c.num_stages}; of this tile there is shared memory for {most}"
-        if tile.x % ROWS and forms_of(config, forms)[0] not in SHARING:
+        if tile.shares and forms_of(config, forms)[0] not in SHARING:
             return f"warpgroups can share rows of {', '.join(SHARING)}"
         if (forms.batched or forms.ragged) and c.split_k > 1:
             return "tiles of a batch are not cut along K"

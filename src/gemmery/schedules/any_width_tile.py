@@ -167,6 +167,11 @@ class Tile(NamedTuple):
         return cls(x, y, groups, x if takes_turns or not groups else own_rows(x, groups))
 
     @property
+    def shares(self) -> bool:
+        """Whether the last two warpgroups share rows of X."""
+        return self.x % ROWS > 0
+
+    @property
     def multiplied(self) -> int:
         """Rows of X that are multiplied, of which two warpgroups may share some."""
         return self.x if self.own == self.x else self.groups * self.own

@@ -119,10 +119,9 @@ def _narrow(step: int, numbers: Numbers | None, stage: Stage | None = None) -> l
     """
     lines = []
     for x, groups, own in NARROW_TILES:
-        tiles = [Tile(x, y, groups, own) for y in NARROW if y <= Tile(x, y, groups, own).widest(numbers)]
-        for tile in tiles:
+        for tile in (Tile(x, y, groups, own) for y in NARROW):
             # `_rows` has tiles of 64 columns whose warpgroups share no rows; with long steps, they were not measured.
-            if tile.y < PART or x % ROWS:
+            if tile.y <= tile.widest(numbers) and (tile.y < PART or tile.shares):
                 behind = f"{step} 0 {4 * groups} {tile.most_stages(stage)} 1.0"
                 lines.append(f"{tile.y}x{x}x{behind} swap splits")
     return lines
@@ -157,10 +156,8 @@ def rows(item: int, numbers: Numbers | None = None) -> dict[tuple[str, str], str
     step = ROW // item
     # With 16-bit operands they give the bits of other schedules, as was measured; fp8 was not measured.
     apart = "" if item > 1 else " apart"
-    shared, turns = (
-        [*_rows(SHARED_TILES, step, numbers), *_narrow(step, numbers)],
-        _rows(TURNS, step, numbers),
-    )
+    shared = [*_rows(SHARED_TILES, step, numbers), *_narrow(step, numbers)]
+    turns = _rows(TURNS, step, numbers)
     found = {
         ("descriptor", schedule.name): "\n".join(f"{line}{apart}" for line in lines)
         for schedule, lines in ((COOPERATIVE, shared), (PINGPONG, turns))
