@@ -272,7 +272,8 @@ def rows():
 def called(inputs, config):
     if inputs.scaled is not None:
         return gemmery.scaled_matmul(*inputs.scaled, fast_accum=inputs.kind.fast_accum, config=config)
-    function = FUSIONS[inputs.row.epilogue].function
+    epilogue = inputs.row.epilogue
+    function = FUSIONS[epilogue].function if epilogue else None
     return gemmery.linear(inputs.a, inputs.b.mT, epilogue=function, args=inputs.args, config=config)
 
 

@@ -15,7 +15,7 @@ from gemmery.kernels import any_width_cut, any_width_packed, any_width_stage
 from gemmery.lab.abstract import abstract_problem, linear_problem
 from gemmery.lab.fused_targets import abstract_sparse
 from gemmery.schedules import any_width_binding, any_width_compiled, any_width_cost, any_width_tile, walk
-from gemmery.schedules.any_width_tile import Tile
+from gemmery.schedules.any_width_tile import RULES, Tile
 from gemmery.schedules.base import Forms
 from gemmery.select import candidates, measured, rank, samples, shortlist
 from gemmery.select.shapes import device_named, problem_of
@@ -661,7 +661,7 @@ def test_parts_of_large_tiles_are_as_many_as_the_ring_holds():
 def test_the_ring_has_room_for_both_results_of_a_tile():
     for config in ROWS:
         tile = tile_of(config)
-        for y in range(tile.part, tile.widest() + 1, tile.each):
+        for y in range(tile.part, tile.widest() + 1, tile.each_of(RULES[""])):
             of_width = tile._replace(y=y)
             parts = -(-y // of_width.part) * tile.x // 64
             assert 2 * parts <= of_width.ring_rows // of_width.part, (str(config), y)

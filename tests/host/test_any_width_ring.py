@@ -627,7 +627,7 @@ def kernel(machine, number, programs, groups, threads, boxes, forms, streams, sc
         "is_paired": lambda x, y: x.endswith("pairs") or y.endswith("pairs"), "is_turned": lambda form: form.endswith("turned"), "widest_of": max,
         "in_groups": lambda x, y: "grouped" in x + y, "in_ranges": lambda x, y: "ranged" in x,
         "gl": gl, "ahead_of": ahead_of, "loaders_of": any_width_load.loaders_of, "LAST_ROW": any_width_load.LAST_ROW, "SMALL": any_width_load.SMALL, "ROW": ROW, "STAGES": STAGES, "step_of": any_width_loop.step_of,
-        "later": types.FunctionType(any_width.later.fn.__code__, {"quotient": QUOTIENT}), "shared_at": lambda at: at,
+        "later": types.FunctionType(any_width.later.fn.__code__, {"quotient": QUOTIENT}), "quotient": QUOTIENT, "shared_at": lambda at: at,
         "matrix_descriptor": lambda address, chunk: address // 16,
         "zeros_of": lambda count: types.SimpleNamespace(values=[None] * count), "in_block": lambda value: value,
         "prefetch_vectors": lambda *given: None,
@@ -655,6 +655,8 @@ def kernel(machine, number, programs, groups, threads, boxes, forms, streams, sc
     for name in (
         "turn_of",
         "turn_at",
+        "edge_of",
+        "end_of_units",
         "unused",
         "placed",
         "corner",
@@ -683,6 +685,7 @@ def emulate(
     scales=False,
     format=None,
     clustered=False,
+    edge=0,
     arrivals=0,
     waits=lambda at: True,
     edit=lambda text: text,
@@ -697,6 +700,7 @@ def emulate(
         scales: whether it is multiplied by scales before.
         format: of X, which is packed.
         clustered: whether all tiles are cut, and the programs that have the parts of one are a cluster.
+        edge: columns that the tiles at the end of Y multiply, which come last; 0 if all their columns.
         arrivals: how many more a stage waits for than there are before it is loaded again.
         waits: whether there is any waiting at a barrier.
         edit: changes the assembly.
@@ -775,18 +779,25 @@ def emulate(
     stage_format, is_sparse = any_width_loop.format_of(format), forms[0].startswith("sparse")
     step_size = STEP if stage_format is None else stage_format.step
     streams, apart = random.Random(seed).randrange(3), 16 if forms[0] == "packed" or scales else 8
-    widths = random.Random(seed).sample([width - apart, width, width + apart], 3)
+    less, more = (edge, 2 * width - edge) if edge else (width - apart, width + apart)
+    widths = random.Random(seed).sample([less, width, more], 3)
     unused = BARRIERS_AT + 8 * (2 * STAGES + 2)
     barriers = types.SimpleNamespace(index=lambda at: BARRIERS_AT + 8 * at)
     ring = (barriers, stages, divisor(stages))
-    across = -(-N // width)
-    each = -(-M // x_rows) * across
+    down, across = -(-M // x_rows), -(-N // width) - (edge > 0)
+    each = down * across
     tiles = each * (2 if forms[0].startswith("many") else 1)
 
     # Three programs run at once, or all clusters.
     whole = 0 if clustered else tiles if parts == 1 else tiles // 3 * 3
     units, part_k = whole + (tiles - whole) * parts, -(-K // step_size // parts) * step_size
     programs = units if clustered else 3
+    edges = []
+    if edge:
+        # Those of program 1, and the end of the last turn.
+        free = programs - whole % programs
+        edges = list(range(1 - whole % programs, down, free)) if whole % programs < 2 else []
+        units = (whole // programs - -down // free) * programs
     names = kernel(
         machine, 1, programs, of_thread, threads, boxes, forms, streams, scaled, step_size, edit, stood_in
     )
@@ -801,7 +812,11 @@ def emulate(
         row, col = number // across * rows, number % across * cols
         return matrix, row, col, shape[0], *part_of(unit)
 
-    state, tile = (units, whole, parts, part_k, 0, 0, (1, 1, 1, divisor(parts))), (width, 8)
+    last = divisor(programs if edge else parts)
+    state, tile = (units, whole, parts, part_k, down, across, (1, 1, 1, last)), (width, 8, edge)
+    if edge:
+        units = names["end_of_units"](state, sizes, x_rows, False)
+        state = units, units, *state[2:]
     # PROMOTES, EVERY, X_ROWS, its widths, SWAP, CLUSTERED, LOOPS, PINGPONG, FORMAT, both forms, BUFFERS, PART, RING_BYTES
     # and BARRIERS_AT.
     constants = (
@@ -822,14 +837,14 @@ def emulate(
     )
 
     def first():
-        return names["corner"](1, (), state, sizes, tile, place, x_rows, False, *forms)
+        return names["corner"](1, (), state, sizes, tile, place, False, x_rows, False, *forms)
 
     def wait_for_roles():
         machine.pause(lambda: begun)
 
     # No epilogue, and no matrix of one.
     parameters = list(inspect.signature(any_width.consume.fn).parameters)
-    nothing = [None] * (parameters.index("KIND") - parameters.index("PLACE") - 1)
+    nothing = [None] * (parameters.index("KIND") - parameters.index("READY"))
 
     def consume(group, warp):
         wait_for_roles()
@@ -851,6 +866,7 @@ def emulate(
             group,
             groups,
             place,
+            edge > 0,
             *nothing,
             "bf16.bf16",
             *constants,
@@ -881,7 +897,19 @@ def emulate(
         threads[threading.get_ident()] = 32 * warp
         wait_for_roles()
         names["produce"](
-            ring, first(), sizes, state, tile, loads, ((), ()), place, *behind, False, clustered, *lie
+            ring,
+            first(),
+            sizes,
+            state,
+            tile,
+            loads,
+            ((), ()),
+            place,
+            edge > 0,
+            *behind,
+            False,
+            clustered,
+            *lie,
         )
 
     loading = 2 if x_rows == any_width_load.SMALL[0] else 1
@@ -894,7 +922,11 @@ def emulate(
     ]
     machine.run(loaders + consumers)
     expected = Counter()
-    for unit in range(1, units, programs):
+    for row in edges:
+        for group in range(groups):
+            at = min(row * x_rows, M - x_rows) + min(group * own, x_rows - own)
+            expected[at, N - edge] += 4
+    for unit in range(1, whole if edge else units, programs):
         matrix, row, col, *_ = place(unit, state, sizes, x_rows, width, 8)
         if unit < whole or not whole:
             last = -(-M // 32) * 32 if forms[0] == "sparse" else M
@@ -982,6 +1014,27 @@ CASES = [
     (2, 128, 64, 4, False, (320, 300, 650), 2, ("sparse pairs", "rows"), False, False, str(WIDE_PAIRS)),
     (1, 64, 64, 5, False, (64, 96, 2400), 3, ("sparse", "rows"), False, False, str(WIDE), True),
 ]
+
+
+#: Groups, rows of X, width, stages, sizes, forms, scales, format and columns of edge tiles. Of three programs number 1
+#: has as many edge tiles as another, one more, one less, as many as both, and none.
+EDGES = [
+    (2, 128, 128, 4, (500, 572, 330), ("rows", "rows"), False, None, 64),
+    (1, 64, 104, 3, (290, 250, 200), ("rows", "rows"), False, None, 72),
+    (2, 256, 96, 3, (1000, 360, 200), ("sparse", "rows"), False, str(SPARSE), 80),
+    (2, 128, 128, 3, (384, 430, 200), ("rows", "turned"), False, None, 64),
+    (2, 128, 96, 3, (640, 176, 200), ("rows", "rows"), True, None, 80),
+    (3, 192, 96, 4, (944, 460, 520), ("pairs", "rows"), False, None, 80),
+]
+
+
+@pytest.mark.parametrize("case", EDGES, ids=str)
+def test_edge_tiles(case):
+    groups, x_rows, width, stages, sizes, forms, scaled, format, edge = case
+    for seed in range(2):
+        emulate(
+            seed, groups, x_rows, width, stages, False, sizes, 1, forms, scaled, scaled, format, edge=edge
+        )
 
 
 @pytest.mark.sampled(3)

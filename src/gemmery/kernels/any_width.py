@@ -125,9 +125,37 @@ def later(stage, phase, steps, ring):
 
 
 @gluon.jit
+def edge_of(unit, state):
+    """Which edge tile a unit is; negative if it is a whole one.
+
+    Edge tiles are those at the end of Y, of which fewer columns are multiplied. Programs that have a whole tile less
+    than others take them in turn. The number of such a unit is the next that the program would have if whole tiles
+    went on.
+    """
+    programs = gl.num_programs(0)
+    whole = state[4] * state[5]
+    turn, before = quotient(unit, state[6][3]), quotient(whole, state[6][3])
+    left = whole - before * programs
+    return unit - turn * programs - left + (turn - before) * (programs - left)
+
+
+@gluon.jit
+def end_of_units(state, shape, X_ROWS: gl.constexpr, SWAP: gl.constexpr):
+    """The end of a program's units, if the last of them may be edge tiles; see `edge_of`."""
+    whole = state[4] * state[5]
+    programs = gl.num_programs(0)
+    left = whole - quotient(whole, state[6][3]) * programs
+    # The program's unit in the last turn. It may not have one there.
+    last = gl.program_id(0) + state[0] - programs
+    there = edge_of(last, state) * X_ROWS < (shape[1] if SWAP else shape[0])
+    end = gl.where(there, last, last - programs) + 1
+    return gl.where((state[0] > whole) & (gl.program_id(0) >= left), end, whole)
+
+
+@gluon.jit
 def corner(
-    unit, known, state, shape, tile, PLACE: gl.constexpr, X_ROWS: gl.constexpr, SWAP: gl.constexpr,
-    X_FORM: gl.constexpr, Y_FORM: gl.constexpr,
+    unit, known, state, shape, tile, PLACE: gl.constexpr, EDGES: gl.constexpr, X_ROWS: gl.constexpr,
+    SWAP: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr,
 ):  # fmt: skip
     """The corner of a unit in X and in Y, the end of its rows of the output, its range of K, and its matrix.
 
@@ -136,12 +164,18 @@ def corner(
     then share elements, and both store them, with the same bits. A tile that is cut along K has different bits, so it
     is not moved back over whole tiles. Neither is a tile at the end of a group of rows.
 
+    All columns of an edge tile are loaded, so it begins where a whole tile would.
+
     Args:
         known: what was found out about groups of rows for an earlier unit, see `place.next_tile_of_rows`; the address
             of the table that `in_order` takes, for ranges of K; or (). The same of this unit is returned last.
     """
     width, band_m = tile[0], tile[1]
     GROUPED: gl.constexpr = in_groups(X_FORM, Y_FORM)
+    edge = -1
+    if EDGES:
+        edge = edge_of(unit, state)
+        unit = gl.minimum(unit, state[4] * state[5] - 1)
     if SWAP:
         place, known = placed(unit, known, state, shape, width, X_ROWS, band_m, PLACE, X_FORM, Y_FORM)
         batch, col, row, end, first_k, last_k = place
@@ -156,6 +190,9 @@ def corner(
         # Metadata is of 32 rows.
         x_rows = gl.cdiv(x_rows, 32) * 32
     y_rows = shape[0] if SWAP else shape[1]
+    if EDGES:
+        row = gl.where(edge < 0, row, edge * X_ROWS)
+        col = gl.where(edge < 0, col, y_rows)
     moves = (unit < state[1]) | (state[1] == 0)
     if SWAP or not GROUPED:
         row = gl.where(moves, gl.minimum(row, gl.maximum(x_rows - X_ROWS, 0)), row)
@@ -179,9 +216,9 @@ def placed(
 
 @gluon.jit
 def produce(
-    ring, first, shape, state, tile, loads, vectors, PLACE: gl.constexpr, X_ROWS: gl.constexpr, STEP: gl.constexpr,
-    SWAP: gl.constexpr, CLUSTERED: gl.constexpr, FORMAT: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr,
-    BARRIERS_AT: gl.constexpr,
+    ring, first, shape, state, tile, loads, vectors, PLACE: gl.constexpr, EDGES: gl.constexpr, X_ROWS: gl.constexpr,
+    STEP: gl.constexpr, SWAP: gl.constexpr, CLUSTERED: gl.constexpr, FORMAT: gl.constexpr, X_FORM: gl.constexpr,
+    Y_FORM: gl.constexpr, BARRIERS_AT: gl.constexpr,
 ):  # fmt: skip
     """Loads the blocks that `consume` multiplies, in the same order, after those that `begin` has loaded.
 
@@ -202,7 +239,7 @@ def produce(
     for unit in range(gl.program_id(0), state[0], gl.num_programs(0)):
         if unit != gl.program_id(0):
             row, col, end, first_k, last_k, batch, known = corner(
-                unit, known, state, shape, tile, PLACE, X_ROWS, SWAP, X_FORM, Y_FORM
+                unit, known, state, shape, tile, PLACE, EDGES, X_ROWS, SWAP, X_FORM, Y_FORM
             )
         # Otherwise the epilogue would have to wait for memory.
         prefetch_vectors(vectors[0], row, X_ROWS, shape[1] if SWAP else shape[0])
@@ -221,7 +258,7 @@ def produce(
 
 @gluon.jit
 def sum_steps(
-    heads, ring, steps, stage, phase, width, next_turn, scales, KIND: gl.constexpr, PROMOTES: gl.constexpr,
+    heads, ring, steps, stage, phase, y_rows, width, next_turn, scales, KIND: gl.constexpr, PROMOTES: gl.constexpr,
     X_ROWS: gl.constexpr, FIRST: gl.constexpr, OWN: gl.constexpr, WIDTHS: gl.constexpr, PART: gl.constexpr,
     FORMAT: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr, PINGPONG: gl.constexpr,
     BARRIERS_AT: gl.constexpr,
@@ -230,7 +267,7 @@ def sum_steps(
 
     Args:
         heads: where its X and Y are in the first stage, see `multiply_steps`.
-        width: of the tile.
+        y_rows, width: rows of Y in a stage, and how many of them are multiplied.
         next_turn: the barrier of the other warpgroup's turn, with PINGPONG.
         scales, FORMAT: see `multiply_steps`.
         FIRST, OWN: the first of its rows of X, and how many these are.
@@ -239,8 +276,8 @@ def sum_steps(
     COUNT: gl.constexpr = OWN // 64 * ((widest_of(WIDTHS) + PART - 1) // PART) * PART // 8
     return multiply_steps(
         zeros_of(COUNT), in_block(shared_at(BARRIERS_AT)), in_block(stage), in_block(phase), in_block(ring[1]),
-        in_block(steps), in_block(heads[0]), in_block(heads[1]), in_block(width), in_block(next_turn), scales, X_ROWS,
-        FIRST, KIND, PROMOTES, FORMAT, X_FORM, Y_FORM, WIDTHS, PART, PINGPONG,
+        in_block(steps), in_block(heads[0]), in_block(heads[1]), in_block(y_rows), in_block(width),
+        in_block(next_turn), scales, X_ROWS, FIRST, KIND, PROMOTES, FORMAT, X_FORM, Y_FORM, WIDTHS, PART, PINGPONG,
     )  # fmt: skip
 
 
@@ -301,11 +338,11 @@ def heads_of(
 @gluon.jit
 def consume(
     out, slots, ring, first, step_args, args, workspace, shape, state, tile, GROUP: gl.constexpr, GROUPS: gl.constexpr,
-    PLACE: gl.constexpr, READY: gl.constexpr, GIVEN: gl.constexpr, SECOND: gl.constexpr, EPILOGUE: gl.constexpr,
-    CAST: gl.constexpr, KIND: gl.constexpr, PROMOTES: gl.constexpr, EVERY: gl.constexpr, X_ROWS: gl.constexpr,
-    WIDTHS: gl.constexpr, SWAP: gl.constexpr, CLUSTERED: gl.constexpr, LOOPS: gl.constexpr, PINGPONG: gl.constexpr,
-    FORMAT: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr, BUFFERS: gl.constexpr, PART: gl.constexpr,
-    RING_BYTES: gl.constexpr, BARRIERS_AT: gl.constexpr,
+    PLACE: gl.constexpr, EDGES: gl.constexpr, READY: gl.constexpr, GIVEN: gl.constexpr, SECOND: gl.constexpr,
+    EPILOGUE: gl.constexpr, CAST: gl.constexpr, KIND: gl.constexpr, PROMOTES: gl.constexpr, EVERY: gl.constexpr,
+    X_ROWS: gl.constexpr, WIDTHS: gl.constexpr, SWAP: gl.constexpr, CLUSTERED: gl.constexpr, LOOPS: gl.constexpr,
+    PINGPONG: gl.constexpr, FORMAT: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr, BUFFERS: gl.constexpr,
+    PART: gl.constexpr, RING_BYTES: gl.constexpr, BARRIERS_AT: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup's part of the work.
 
@@ -316,6 +353,8 @@ def consume(
         arrive_in_cluster()
     stages, width = ring[1], tile[0]
     units, whole, parts = state[0], state[1], state[2]
+    # Columns of an edge tile that are loaded and not multiplied.
+    skipped = 0
     OWN: gl.constexpr = X_ROWS if PINGPONG else own_rows(X_ROWS, GROUPS)
     FIRST: gl.constexpr = 0 if PINGPONG else first_row(X_ROWS, OWN, GROUP)
     EACH: gl.constexpr = 2 if is_paired(X_FORM, Y_FORM) else 1
@@ -338,7 +377,7 @@ def consume(
     row, col, end, first_k, last_k, batch, known = first
     if PINGPONG and GROUP == 1:
         row, col, end, first_k, last_k, batch, known = corner(
-            own, known, state, shape, tile, PLACE, X_ROWS, SWAP, X_FORM, Y_FORM
+            own, known, state, shape, tile, PLACE, EDGES, X_ROWS, SWAP, X_FORM, Y_FORM
         )
     own_slot = RING_BYTES // (128 * PART) + GROUP * BUFFERS
     taken = 0
@@ -351,6 +390,12 @@ def consume(
         own_slot = computed(gl.to_tensor(own_slot))
     for unit in range(own, units, every):
         row, col = computed(row), computed(col)
+        if EDGES:
+            skipped = gl.where(unit < state[4] * state[5], 0, tile[0] - tile[2])
+            col += skipped
+            width = tile[0] - skipped
+            if GIVEN is not None:
+                total = OWN // 64 * gl.cdiv(width, PART)
         # Once the program's first tile has waited, all that other GPUs send is there.
         if GIVEN is not None and unit < whole and (READY is None or unit != own):
             given.read_first(
@@ -365,8 +410,9 @@ def consume(
             scales = scales_of(step_args, row + FIRST, col, (end, shape[1]), first_k, EVERY[0], EVERY[1])
         own_steps = gl.cdiv(last_k - first_k, step_of(KIND, FORMAT))
         acc = sum_steps(
-            heads, ring, own_steps, stage, phase, width, turn_at(1 - GROUP, BARRIERS_AT), scales, KIND, PROMOTES,
-            X_ROWS, FIRST, OWN, WIDTHS, PART, FORMAT, X_FORM, Y_FORM, PINGPONG, BARRIERS_AT,
+            (heads[0], heads[1] + 8 * skipped), ring, own_steps, stage, phase, tile[0], width,
+            turn_at(1 - GROUP, BARRIERS_AT), scales, KIND, PROMOTES, X_ROWS, FIRST, OWN, WIDTHS, PART, FORMAT, X_FORM,
+            Y_FORM, PINGPONG, BARRIERS_AT,
         )  # fmt: skip
         if READY is not None and unit == own:
             READY(state[7])
@@ -422,7 +468,7 @@ def consume(
         # The next tile's corner. If it were computed just before the K loop, it would take registers in the loop.
         if unit + every < units:
             row, col, end, first_k, last_k, batch, known = corner(
-                unit + every, known, state, shape, tile, PLACE, X_ROWS, SWAP, X_FORM, Y_FORM
+                unit + every, known, state, shape, tile, PLACE, EDGES, X_ROWS, SWAP, X_FORM, Y_FORM
             )
     tma.store_wait(0)
 
@@ -430,16 +476,16 @@ def consume(
 @gluon.jit(
     do_not_specialize=[
         "M", "N", "K", "units", "whole", "parts", "part_k", "tiles_m", "tiles_n", "area_divisor", "band_divisor",
-        "last_divisor", "cut_divisor", "width", "band_m", "x_box", "x_size", "y_box", "y_size", "streams", "stages",
-        "stages_divisor",
+        "last_divisor", "cut_divisor", "width", "band_m", "edge", "x_box", "x_size", "y_box", "y_size", "streams",
+        "stages", "stages_divisor",
     ]
 )  # fmt: skip
 def gemm_any_width(
     x, y, out, scales, shifts, matrix, M, N, K, units, whole, parts, part_k, tiles_m, tiles_n, area_divisor,
-    band_divisor, last_divisor, cut_divisor, width, band_m, x_box, x_size, y_box, y_size, streams, stages,
+    band_divisor, last_divisor, cut_divisor, width, band_m, edge, x_box, x_size, y_box, y_size, streams, stages,
     stages_divisor, place_args, step_args, args, workspace, x_vectors, y_vectors,
-    PLACE: gl.constexpr, READY: gl.constexpr, GROUP_OF: gl.constexpr, GIVEN: gl.constexpr, SECOND: gl.constexpr,
-    EPILOGUE: gl.constexpr, CAST: gl.constexpr,
+    PLACE: gl.constexpr, EDGES: gl.constexpr, READY: gl.constexpr, GROUP_OF: gl.constexpr, GIVEN: gl.constexpr,
+    SECOND: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr,
     KIND: gl.constexpr, PROMOTES: gl.constexpr, EVERY: gl.constexpr, X_ROWS: gl.constexpr, WIDTHS: gl.constexpr,
     RING_ROWS: gl.constexpr, GROUPS: gl.constexpr, SWAP: gl.constexpr, CLUSTERED: gl.constexpr, LOOPS: gl.constexpr,
     PINGPONG: gl.constexpr, FORMAT: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr, BUFFERS: gl.constexpr,
@@ -454,14 +500,17 @@ def gemm_any_width(
             are used.
         matrix: descriptor of a matrix that the epilogue reads or writes, as `out`; None if there is none. Only its
             tensor map is used.
-        units, whole: how many units there are, and how many of them are whole tiles.
+        units, whole: how many units there are, and how many of them are whole tiles. With edge tiles, `units` is the
+            end of the last turn.
         parts, part_k: the number of parts along K into which each other tile is cut, and the size of a part.
-        tiles_m, tiles_n: tiles along M and N.
+        tiles_m, tiles_n: tiles along M and N, without edge tiles.
         area_divisor, band_divisor, last_divisor, cut_divisor: what PLACE divides by, see `place.sized_tile` and
-            `place.sized_tile_of_batch`; in clusters, the last one is that of their programs. Were they in a tuple,
+            `place.sized_tile_of_batch`; in clusters, the last one is that of their programs, and with EDGES that of
+            all programs. Were they in a tuple,
             Triton would compile a kernel for each of their values.
         width: rows of Y in a tile, one of WIDTHS.
         band_m: the height of a tile band, see `order`.
+        edge: rows of Y that an edge tile multiplies, one of WIDTHS.
         x_box, y_box: rows that the tensor maps load at a time.
         x_size, y_size: see `load_steps`.
         streams: 1 if X is the first to leave L2, 2 if Y is, 0 if neither is.
@@ -474,6 +523,7 @@ def gemm_any_width(
         x_vectors, y_vectors: vectors along X and along Y that the epilogue reads. A tile's elements are prefetched.
         PLACE: `place.sized_tile`, `place.sized_part` with a workspace, `place.sized_part_of_cluster`,
             `place.sized_tile_of_batch`, `place.next_tile_of_rows`, or `place.sized_tile_of_ranges`.
+        EDGES: whether the last units may be edge tiles, see `edge_of`.
         READY: waits, given `place_args`, for data that the epilogue reads, see `shards.all_there`; None if there is
             nothing to wait for.
         GROUP_OF: `place.group_of`, or None without groups.
@@ -505,7 +555,10 @@ def gemm_any_width(
         units = tile_rows * tiles_n
         whole = units
     state = (units, whole, parts, part_k, tiles_m, tiles_n, divisors, place_args)
-    tile = (width, band_m)
+    if EDGES:
+        units = end_of_units(state, shape, X_ROWS, SWAP)
+        state = (units, units, parts, part_k, tiles_m, tiles_n, divisors, place_args)
+    tile = (width, band_m, edge)
     loads = (x_box, x_size, y_box, y_size, streams)
     PAIRED: gl.constexpr = is_paired(X_FORM, Y_FORM)
     PART: gl.constexpr = out.block_type.shape[-2] if SWAP else out.block_type.shape[-1] * (2 if PAIRED else 1)
@@ -531,7 +584,8 @@ def gemm_any_width(
         table = shared_at(BARRIERS_AT) + 8 * COUNTED
         known = (table,)  # type: ignore[assignment]
         put_in_order(table, place_args[0], place_args[1], K, tiles_m * tiles_n)
-    first = corner(gl.program_id(0), known, state, shape, tile, PLACE, X_ROWS, SWAP, X_FORM, Y_FORM)
+    # A program begins with a whole tile.
+    first = corner(gl.program_id(0), known, state, shape, tile, PLACE, False, X_ROWS, SWAP, X_FORM, Y_FORM)
     row, col, end, first_k, last_k, batch, _ = first
     extra = end if in_ranges(X_FORM, Y_FORM) else batch
     last_ahead = gl.minimum(last_k, first_k + gl.minimum(stages, ahead_of(X_ROWS)) * STEP)
@@ -544,13 +598,13 @@ def gemm_any_width(
         consume,
         (out, slots, ring, first, step_args, args, workspace, shape, state, tile),
         (
-            GROUPS, PLACE, READY, GIVEN, SECOND, EPILOGUE, CAST, KIND, PROMOTES, EVERY, X_ROWS, WIDTHS, SWAP, CLUSTERED,
-            LOOPS, PINGPONG, FORMAT, X_FORM, Y_FORM, BUFFERS, PART, RING_BYTES, BARRIERS_AT,
+            GROUPS, PLACE, EDGES, READY, GIVEN, SECOND, EPILOGUE, CAST, KIND, PROMOTES, EVERY, X_ROWS, WIDTHS, SWAP,
+            CLUSTERED, LOOPS, PINGPONG, FORMAT, X_FORM, Y_FORM, BUFFERS, PART, RING_BYTES, BARRIERS_AT,
         ),
         produce,
         (
-            ring, first, shape, state, tile, loads, (x_vectors, y_vectors), PLACE, X_ROWS, STEP, SWAP, CLUSTERED,
-            FORMAT, X_FORM, Y_FORM, BARRIERS_AT,
+            ring, first, shape, state, tile, loads, (x_vectors, y_vectors), PLACE, EDGES, X_ROWS, STEP, SWAP,
+            CLUSTERED, FORMAT, X_FORM, Y_FORM, BARRIERS_AT,
         ),
         GROUPS, LOADERS if CLUSTERED else loaders_of(X_ROWS), REGISTERS, LOADER_REGISTERS,
     )  # fmt: skip

@@ -216,7 +216,7 @@ def _tail(registers, width, part):
 
 @builtin
 def multiply_steps(
-    acc, full, stage, phase, stages, steps, head_x, head_y, width, next_turn, scales, X_ROWS, FIRST, KIND,
+    acc, full, stage, phase, stages, steps, head_x, head_y, y_rows, width, next_turn, scales, X_ROWS, FIRST, KIND,
     PROMOTES, FORMAT, X_FORM, Y_FORM, WIDTHS, PART, PINGPONG, _semantic=None,
 ):  # fmt: skip
     """The K loop of a warpgroup: the sum of the products of some rows of X and `width` of Y, of at least one step.
@@ -230,6 +230,7 @@ def multiply_steps(
         steps: how many there are.
         head_x, head_y: matrix descriptors of the first stage's blocks, see `matrix_descriptor`; of a packed weight
             where its words are, in units of 16 bytes.
+        y_rows: rows of Y in a stage.
         X_ROWS, FIRST: rows of X in a stage, and the first of the warpgroup's.
         KIND: the types of X and of Y, as PTX names them, with a point between them.
         scales: what `scales_of` gives for steps that are multiplied by scales, which are promoted; (), where none is.
@@ -248,8 +249,8 @@ def multiply_steps(
     # Of 64 rows of X, and of all.
     size, numbers = -(-max(widths) // part) * part // 2, 4 * len(acc.values)
     # Every operand comes four times, a register for each number of a thread.
-    full_, stage_, phase_, stages_, steps_, x_, y_, width_, turn_ = (
-        f"${2 * numbers + 4 * i}" for i in range(9)
+    full_, stage_, phase_, stages_, steps_, x_, y_, y_rows_, width_, turn_ = (
+        f"${2 * numbers + 4 * i}" for i in range(10)
     )
     turned = value_of(X_FORM).endswith("turned"), value_of(Y_FORM).endswith("turned")
     rows, format = value_of(X_ROWS), format_of(FORMAT)
@@ -281,10 +282,10 @@ def multiply_steps(
             step = _step(sums, kind, turned)
             last = f"{turns} wgmma.wait_group.sync.aligned 0; {releasing('before')} {ends}"
         cases.append(f"{{\nSTEP: {arrived} {step} {go_on} @more bra.uni STEP; {last} }}")
-    before = _scales_of(2 * numbers + 36, spans) if spans else ""
+    before = _scales_of(2 * numbers + 40, spans) if spans else ""
     if format is not None:
-        before = format.begin(rows, value_of(FIRST), stages_, width_)
-    constraints = ["=f"] * numbers + [str(i) for i in range(numbers)] + ["r"] * 36
+        before = format.begin(rows, value_of(FIRST), stages_, y_rows_)
+    constraints = ["=f"] * numbers + [str(i) for i in range(numbers)] + ["r"] * 40
     constraints += ["l"] * 24 + ["r"] * 4 if spans else []
     made = gl.inline_asm_elementwise(
         f"{{ {before}"
@@ -292,10 +293,10 @@ def multiply_steps(
         ".reg .b32 stage, phase, at, before, left, x, y, y_rows, own;"
         f"mov.b32 stage, {stage_}; mov.b32 phase, {phase_}; mov.b32 left, {steps_}; setp.ne.s32 adds, 0, 0;"
         f"mad.lo.s32 at, stage, 8, {full_}; add.s32 before, {full_}, {NOWHERE}; mad.lo.s32 x, stage, {x_block}, {x_};"
-        f"mul.lo.s32 y_rows, {width_}, {8 * y_blocks_of(format)}; mad.lo.s32 y, stage, y_rows, {y_};"
+        f"mul.lo.s32 y_rows, {y_rows_}, {8 * y_blocks_of(format)}; mad.lo.s32 y, stage, y_rows, {y_};"
         f"{switch(width_, widths, cases)} }}",
         ",".join(constraints),
-        [*acc.values, full, stage, phase, stages, steps, head_x, head_y, width, next_turn, *scales],
+        [*acc.values, full, stage, phase, stages, steps, head_x, head_y, y_rows, width, next_turn, *scales],
         dtype=[gl.float32] * len(acc.values), is_pure=False, pack=4, _semantic=_semantic,
     )  # fmt: skip
     return gl.tuple(list(made))

@@ -19,8 +19,9 @@ from ..kernels.any_width_load import LAST_ROW
 from ..operands import Dense, Ragged
 from ..operands.pair import Pair
 from ..operands.scaled import Scaled
-from . import any_width_cost
+from . import any_width_cost, any_width_edge
 from .any_width_binding import AnyWidthBinding
+from .any_width_edge import Edges
 from .any_width_tile import (
     CLUSTER_PART,
     EACH,
@@ -47,7 +48,7 @@ from .base import Forms
 from .binding import SHORT_ROWS, Binding, needs_only_its_block, storable, suits_tma
 from .cost import Costs, Floats, Given
 from .persistent_static import PersistentStatic, Work
-from .walk import Ints, uncounted
+from .walk import Ints, Walk, uncounted
 
 if TYPE_CHECKING:
     from ..problem import Config, Problem
@@ -144,7 +145,7 @@ class AnyWidth(PersistentStatic):
     def code(self, config: Config, forms: Forms) -> object:
         tile = self.tile(config)
         # Here kernels differ by their widths. Promoted or scaled fp8 has fewer of them.
-        widths = tile.widths(forms.packed, forms_of(config, forms)[1], None)
+        widths = tile.widths(forms.packed, forms_of(config.swap, forms)[1], None)
         return config.swap, config.block_k, tile.x, tile.groups, widths
 
     def check_sizes(self, config: Config) -> None:
@@ -163,7 +164,7 @@ class AnyWidth(PersistentStatic):
             )
         # The operands decide which of these a config may have.
         rules = [each for each in RULES.values() if each.takes_turns or not self.takes_turns]
-        each = min(each.each or tile.each for each in rules)
+        each = min(tile.each_of(each) for each in rules)
         widest = max(tile.widest(each.numbers) for each in rules)
         if tile.y % each or not 16 <= tile.y <= widest:
             raise ValueError(
@@ -216,7 +217,7 @@ class AnyWidth(PersistentStatic):
             numbers: see `numbers_for`.
         """
         c, tile, rules = config, self.tile(config), rules_of(forms.packed)
-        _, y_form = forms_of(config, forms)
+        _, y_form = forms_of(config.swap, forms)
         stage = forms.packed and forms.packed.of_step(c.block_k)
         if forms.packed is not None and stage is None:
             return f"{rules.name} weights have no steps of {c.block_k} columns"
@@ -232,7 +233,7 @@ class AnyWidth(PersistentStatic):
             return f"num_stages is {c.num_stages}; packed and sparse weights need at least {LEAST_PACKED}"
         if c.num_stages > (most := tile.most_stages(stage)):
             return f"num_stages is {c.num_stages}; of this tile there is shared memory for {most}"
-        if tile.shares and forms_of(config, forms)[0] not in SHARING:
+        if tile.shares and forms_of(config.swap, forms)[0] not in SHARING:
             return f"warpgroups can share rows of {', '.join(SHARING)}"
         if (forms.batched or forms.ragged) and c.split_k > 1:
             return "tiles of a batch are not cut along K"
@@ -291,7 +292,16 @@ class Cooperative(AnyWidth):
     knobs = frozenset({"swap", "rest_n", "split_k"})
 
     def cuts(self, problem: Problem, config: Config) -> list[str]:
-        return ["what fills no last wave is cut along K"] if config.split_k > 1 else []
+        if config.split_k > 1:
+            return ["what fills no last wave is cut along K"]
+        edges = Edges.of(problem, config, np.asarray(problem.M))
+        return [f"{edges.width} columns of edge tiles are multiplied"] if edges.width else []
+
+    def walk(self, problem: Problem, config: Config) -> Walk:
+        edges = Edges.of(problem, config, np.asarray(problem.M))
+        if not edges.width:
+            return super().walk(problem, config)
+        return any_width_edge.walk(problem, config, self.band(problem, config), edges)
 
 
 class PingPong(AnyWidth):

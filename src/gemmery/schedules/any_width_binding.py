@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 
 from ..epilogues.device import digest, function
@@ -16,6 +17,7 @@ from ..kernels.any_width_stage import params_bytes, x_bytes, y_blocks_of
 from ..kernels.numerics import cast
 from ..operands import DenseAccess
 from .any_width_compiled import check_maps, check_memory, waits_for_each
+from .any_width_edge import Edges, has_edges
 from .any_width_tile import (
     EIGHT,
     KINDS,
@@ -88,16 +90,19 @@ class AnyWidthBinding(Binding):
         self.kernel = any_width.gemm_any_width
         self.grid = (self.work.programs, 1, 1)
         forms = Forms.of(p)
-        self.forms, self.format = forms_of(c, forms), forms.packed and forms.packed.of_step(c.block_k)
+        self.forms, self.format = forms_of(c.swap, forms), forms.packed and forms.packed.of_step(c.block_k)
         self.part = tile.part
         self.widths = tile.widths(self.format, self.forms[1], numbers_for(p))
         registers, loader = REGISTERS[tile.groups]
+        shares_tiles = not takes_turns and not tile.clustered and self.split is None
+        self.has_edges = has_edges(p) and shares_tiles and len(self.widths) > 1
         x, y = (p.b.dtype, p.a.dtype) if c.swap else (p.a.dtype, p.b.dtype)
         given, second = self._matrix_map()
         ready = self.a.ready()
         epilogue = self._epilogue(given, second)
         self.constants = {
             "PLACE": dialect.in_gluon(self.place),
+            "EDGES": self.has_edges,
             "READY": None if ready is None else dialect.in_gluon(ready),
             "GROUP_OF": dialect.in_gluon(self.a.group_of()) if p.ragged == "rows" else None,
             "GIVEN": given,
@@ -219,11 +224,15 @@ class AnyWidthBinding(Binding):
 
     @property
     def counted(self) -> int:
-        """What PLACE divides by last: tiles along N of groups, a matrix's tiles in a batch, or tiles that are cut."""
+        """What PLACE divides by last: tiles along N of groups, a matrix's tiles in a batch, tiles that are cut, or
+        programs.
+        """
         p, c = self.problem, self.config
         tiles_m, tiles_n = -(-p.M // c.block_m), -(-p.N // c.block_n)
         if p.ragged == "rows":
             return tiles_n
+        if self.has_edges:
+            return self.work.programs
         return tiles_m * tiles_n if p.batch or p.ragged else self.work.cut
 
     def arguments(self, tensors: Sequence[Any], numbers: Sequence[float] = ()) -> list[Any]:
@@ -261,6 +270,11 @@ class AnyWidthBinding(Binding):
         params = [*params, None, None][:2]
         workspace = None if self.split is None else self.workspace(out.device)
         tiles_m, tiles_n, band = -(-p.M // c.block_m), -(-p.N // c.block_n), self.band
+        units, edge = whole + cut, tile.y
+        if self.has_edges and (edges := Edges.of(p, c, np.asarray(p.M))).width:
+            tiles_m, tiles_n, edge = tiles_m - c.swap, tiles_n - (not c.swap), int(edges.width)
+            programs = self.work.programs
+            units = (tiles_m * tiles_n // programs + int(edges.turns)) * programs
         last_band = tiles_m - (tiles_m - 1) // band * band
         # Groups need the divisor of the rows of a tile.
         area = c.block_m if p.ragged == "rows" else band * tiles_n
@@ -268,8 +282,8 @@ class AnyWidthBinding(Binding):
         divisors = map(divisor, (area, band, last_band, max(1, self.counted)))
         return [
             x_map, self._operand(y, not c.swap, self.part, boxes[1]), self._output(out, block), *params,
-            self._matrix(extras, block), p.M, p.N, p.K, whole + cut, whole, *parts,
-            tiles_m, tiles_n, *divisors, tile.y, band, boxes[0], x_size, boxes[1], y_size, self.streams,
+            self._matrix(extras, block), p.M, p.N, p.K, units, whole, *parts,
+            tiles_m, tiles_n, *divisors, tile.y, band, edge, boxes[0], x_size, boxes[1], y_size, self.streams,
             c.num_stages, divisor(c.num_stages), place_args, step_args,
             epilogue_arguments(p, self.part, given, numbers), workspace, *self._vectors(extras),
         ]  # fmt: skip

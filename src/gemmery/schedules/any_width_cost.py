@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from ..kernels.any_width_stage import LINE_BYTES, own_rows
+from .any_width_edge import Edges
 from .base import triton_version
 from .binding import promotes
 from .cost import FILL, FILLED, FUNCTION, Costs, Floats, Given, Stream, calls_of, fitted, thin_seconds
@@ -196,6 +197,9 @@ def costs(problem: Problem, space: Space, given: Given, takes_turns: bool, clust
     steps = -(-max(p.K, 1) // s.block_k)
     tiles = given.tile_rows(p.matrices, s.block_m) * -(-p.N // s.block_n)
     whole, chunk, parts = Work.divide_many(tiles, steps, device.sms, s.split_k)
+    if not takes_turns and not clustered:
+        edges = Edges.of(p, s, given.rows)
+        whole = np.where(edges.width > 0, edges.waves, whole)
     turns = whole + (chunk > 0)
     own_steps = np.maximum(whole * steps + chunk, steps * given.longest(p.matrices) * (whole > 0))
     busy = np.minimum(np.where(whole > 0, tiles, tiles * parts), device.sms)

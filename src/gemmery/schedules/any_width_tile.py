@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 
 from ..devices import ARCHS
@@ -96,7 +97,7 @@ class Rules(NamedTuple):
     Attributes:
         name, about: X in messages, if it is not a plain matrix.
         numbers: the accumulators; None for `ACCUMULATORS` and `IN_TURNS`.
-        each: widths are multiples of it with one or two warpgroups; None for `Tile.each`.
+        each: widths are multiples of it with one or two warpgroups; None for those of `each_of`.
         own: the most rows of X of a warpgroup.
         shared: by the number of warpgroups, the widths that share a kernel where each of them has 64 rows; others have
             a kernel of their own. In some orders of the widths, products wait for each other. None if all widths share
@@ -188,19 +189,9 @@ class Tile(NamedTuple):
             most = ACCUMULATORS[self.groups] if self.own < self.x or self.groups == 1 else IN_TURNS
         return min(256, most * 128 // self.own)
 
-    @property
-    def each(self) -> int:
-        """Widths are multiples of this. A kernel has code for each width, and more code takes longer to compile."""
-        return 8 if self.own == ROWS and self.groups < 3 else 16
-
     def each_of(self, rules: Rules, numbers: Numbers | None = None) -> int:
-        """`each` with these rules.
-
-        Args:
-            numbers: see `numbers_for`.
-        """
-        each = self.each if rules.each is None or self.groups > 2 else rules.each
-        return each if numbers is None else max(each, numbers.each)
+        """What widths are multiples of, see `each_of`."""
+        return int(each_of(self.own, self.groups, rules, numbers))
 
     def widths(self, stage: Stage | None, of_y: Form, numbers: Numbers | None) -> tuple[int, ...]:
         """The widths that this tile's kernel has code for; its own is among them.
@@ -270,7 +261,22 @@ class Tile(NamedTuple):
         return self.multiplied * most * self.part * torch.float32.itemsize
 
 
-def forms_of(config: Config, forms: Forms) -> tuple[Form, Form]:
+def each_of(own: Any, groups: Any, rules: Rules, numbers: Numbers | None = None) -> Any:
+    """What the widths of tiles are multiples of; of one tile, or of arrays.
+
+    A kernel has code for each width, and more code takes longer to compile.
+
+    Args:
+        own, groups: rows of X of a warpgroup, and warpgroups.
+        numbers: see `numbers_for`.
+    """
+    each = np.where((own == ROWS) & (np.asarray(groups) < 3), 8, 16)
+    if rules.each is not None:
+        each = np.where(np.asarray(groups) > 2, each, rules.each)
+    return np.maximum(each, 1 if numbers is None else numbers.each)
+
+
+def forms_of(swap: bool, forms: Forms) -> tuple[Form, Form]:
     """The forms of X and Y, see `kernels.any_width`."""
     if forms.ragged == "k":
         return "ranged turned", "ranged turned"
@@ -282,7 +288,7 @@ def forms_of(config: Config, forms: Forms) -> tuple[Form, Form]:
         a, b = a if forms.ragged else MANY[a], MANY[b]
     if forms.ragged:
         a = "grouped rows"
-    return (b, a) if config.swap else (a, b)
+    return (b, a) if swap else (a, b)
 
 
 def numbers_for(problem: Problem) -> Numbers | None:

@@ -1,0 +1,110 @@
+"""Edge tiles: those at the end of Y, of which fewer columns are multiplied; see `kernels.any_width`.
+
+Y rarely ends where a tile ends. Where the last tiles would begin one more wave, they come last, and programs that have a
+whole tile less than others share them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from ..kernels.any_width_stage import own_rows
+from ..operands import Dense
+from ..operands.scaled import Scaled
+from .any_width_tile import EACH, PART, each_of, forms_of, numbers_for, rules_of
+from .base import Forms
+from .walk import MOST_UNITS, Ints, Walk, in_turn, places
+
+if TYPE_CHECKING:
+    from ..problem import Config, Problem
+    from ..select.space import Space
+    from .cost import Floats
+
+#: The part of a tile's time that does not depend on how many columns are multiplied: all of them are loaded.
+FIXED = 0.4
+
+
+class Edges(NamedTuple):
+    """The edge tiles of a launch, or of each config of a space.
+
+    Attributes:
+        width: columns of an edge tile that are multiplied; 0 if there are no edge tiles.
+        turns: edge tiles of a program, at most.
+        waves: the time of the busiest program, in whole tiles.
+    """
+
+    width: Ints
+    turns: Ints
+    waves: Floats
+
+    @classmethod
+    def of(cls, problem: Problem, columns: Config | Space, rows: Floats) -> Edges:
+        """The edge tiles of tiles that warpgroups share, where they save time.
+
+        Args:
+            rows: of A.
+        """
+        p, c, programs = problem, columns, problem.device.sms
+        if not has_edges(p):
+            return cls(np.asarray(0), np.asarray(0), np.asarray(0.0))
+        rows = np.asarray(rows, int)
+        x, y = np.where(c.swap, c.block_n, c.block_m), np.where(c.swap, c.block_m, c.block_n)
+        x_rows, y_rows = np.where(c.swap, p.N, rows), np.where(c.swap, rows, p.N)
+        tiles_x, tiles_y = -(-x_rows // x), -(-y_rows // y)
+        each = _each(p, c)
+        left = y_rows - (tiles_y - 1) * y
+        width = np.maximum(-(-left // each) * each, PART)
+        turn, more = np.divmod(tiles_x * (tiles_y - 1), programs)
+        turns = -(-tiles_x // (programs - more))
+        waves = turn + np.maximum(more > 0, turns * (FIXED + (1 - FIXED) * width / y))
+        saves = waves < -(-tiles_x * tiles_y // programs)
+        counted = (turn + turns) * programs <= MOST_UNITS
+        there = (c.split_k == 1) & (turn > 0) & (width < y) & saves & counted
+        return cls(np.where(there, width, 0), turns, waves)
+
+
+def has_edges(problem: Problem) -> bool:
+    """Whether launches for a problem may have edge tiles: of plain matrices, with a kernel for all widths."""
+    p = problem
+    is_plain = type(p.a) in (Dense, Scaled) and not p.batch and not p.ragged
+    return is_plain and rules_of(p.b.staged).shared is None
+
+
+def _each(problem: Problem, columns: Config | Space) -> Ints:
+    """The widths of which a kernel has code are multiples of this."""
+    p, c, forms = problem, columns, Forms.of(problem)
+    x, groups = np.where(c.swap, c.block_n, c.block_m), np.asarray(c.num_warps) // 4
+    each = each_of(own_rows(x, groups), groups, rules_of(p.b.staged), numbers_for(p))
+    # A weight that has a `Stage` is always X.
+    of_y = (EACH.get(forms_of(swap, forms)[1], 1) for swap in (True, False))
+    return np.asarray(np.maximum(each, np.where(c.swap, *of_y)))
+
+
+def walk(problem: Problem, config: Config, band: int, edges: Edges) -> Walk:
+    """See `Schedule.walk`: whole tiles in turn, then edge tiles; in step with `kernels.any_width.edge_of`."""
+    p, c, programs = problem, config, problem.device.sms
+    tiles_m, tiles_n = -(-p.M // c.block_m) - c.swap, -(-p.N // c.block_n) - (not c.swap)
+    whole, edge = np.arange(tiles_m * tiles_n), np.arange(tiles_n if c.swap else tiles_m)
+    _, row, col = places(whole, tiles_m, tiles_n, band)
+    program, turn = in_turn(len(whole), programs)
+    own, later = in_turn(len(edge), programs - len(whole) % programs)
+    width = int(edges.width)
+    along_x, along_y = (
+        edge * (c.block_n if c.swap else c.block_m),
+        np.full_like(edge, (p.M if c.swap else p.N) - width),
+    )
+    last = (along_y, along_x) if c.swap else (along_x, along_y)
+    sizes = (width, c.block_n) if c.swap else (c.block_m, width)
+    every = np.ones(len(whole) + len(edge), int)
+
+    def both(first: Ints | int, then: Ints | int) -> Ints:
+        return np.concatenate([np.broadcast_to(first, whole.shape), np.broadcast_to(then, edge.shape)])
+
+    return Walk(
+        programs, programs, program=both(program, own + len(whole) % programs),
+        turn=both(turn, later + len(whole) // programs), batch=0 * every,
+        row=both(row * c.block_m, last[0]), col=both(col * c.block_n, last[1]), rows=both(c.block_m, sizes[0]),
+        cols=both(c.block_n, sizes[1]), first_k=0 * every, last_k=p.K * every, step=c.block_k * every,
+    )  # fmt: skip
