@@ -14,7 +14,14 @@ from gemmery import Config, epilogues, quantize, schedules
 from gemmery.kernels import any_width_cut, any_width_packed, any_width_stage
 from gemmery.lab.abstract import abstract_problem, linear_problem
 from gemmery.lab.fused_targets import abstract_sparse
-from gemmery.schedules import any_width_binding, any_width_compiled, any_width_cost, any_width_tile, walk
+from gemmery.schedules import (
+    any_width_binding,
+    any_width_compiled,
+    any_width_cost,
+    any_width_edge,
+    any_width_tile,
+    walk,
+)
 from gemmery.schedules.any_width_tile import RULES, Tile
 from gemmery.schedules.base import Forms
 from gemmery.select import candidates, measured, rank, samples, shortlist
@@ -579,6 +586,98 @@ def test_the_kernel_places_units_as_the_walk_does(sizes, text):
     ]
 
 
+def edges_of(p, config):
+    return any_width_edge.Edges.of(p, config, np.asarray(p.M))
+
+
+#: Products and tiles with edge tiles: programs have as many of them, or one more or less, and some have none.
+WITH_EDGES = [
+    ((2048, 8704, 1024), "176x128x64-g0-w8-s5-cooperative-descriptor-swap"),
+    ((3000, 4096, 200), "184x128x64-g8-w8-s4-cooperative-descriptor-swap"),
+    ((5000, 11648, 512), "128x176x64-g0-w8-s5-cooperative-descriptor"),
+    ((301, 9216, 4608), "64x176x64-g4-w4-s6-cooperative-descriptor"),
+    ((4096, 5120, 64), "248x128x64-g0-w8-s4-cooperative-descriptor-swap"),
+    ((912, 9216, 512), "176x192x64-g0-w12-s4-cooperative-descriptor-swap"),
+]
+
+
+@pytest.mark.parametrize(("sizes", "text"), WITH_EDGES)
+def test_edge_tiles_are_where_the_walk_has_them(sizes, text):
+    p, config = problem(*sizes), Config.of(text)
+    binding, walk, edge = (
+        schedules.bind(p, config),
+        schedules.of(config.schedule).walk(p, config),
+        int(edges_of(p, config).width),
+    )
+    assert edge > 0
+    state, band = state_of(binding)
+    shape, programs, (x, y) = (p.M, p.N, p.K), binding.work.programs, sides(config)
+    now = {}
+    gl = types.SimpleNamespace(
+        minimum=min, maximum=max, where=lambda condition, x, y: x if condition else y,
+        program_id=lambda axis: now["program"], num_programs=lambda axis: programs,
+    )  # fmt: skip
+    names = device_functions() | {"gl": gl, "in_groups": lambda x, y: False, "in_ranges": lambda x, y: False}
+    for name in ("placed", "edge_of", "end_of_units", "corner"):
+        names[name] = types.FunctionType(getattr(kernel, name).fn.__code__, names)
+    found, covered = [], np.zeros((p.M, p.N), int)
+    for program in range(programs):
+        now["program"] = program
+        end = names["end_of_units"](state, shape, x, config.swap)
+        own = (end, end, *state[2:])
+        for turn, unit in enumerate(range(program, end, programs)):
+            at_x, at_y, *_ = names["corner"](
+                unit,
+                (),
+                own,
+                shape,
+                (y, band, edge),
+                names["sized_tile"],
+                True,
+                x,
+                config.swap,
+                "rows",
+                "rows",
+            )
+            skipped = y - edge if unit >= state[4] * state[5] else 0
+            at, size = (at_x, at_y + skipped), (x, y - skipped)
+            at, size = (at[::-1], size[::-1]) if config.swap else (at, size)
+            covered[at[0] : at[0] + size[0], at[1] : at[1] + size[1]] += 1
+            found.append((program, turn, *at, *size))
+    assert (covered > 0).all()
+    # In the walk, whole tiles are not moved back into the output.
+    rows, cols = (np.minimum(first, most - size) for first, most, size in
+                  ((walk.row, p.M, walk.rows), (walk.col, p.N, walk.cols)))  # fmt: skip
+    assert sorted(found) == sorted(
+        zip(
+            *(map(int, each) for each in (walk.program, walk.turn, rows, cols, walk.rows, walk.cols)),
+            strict=True,
+        )
+    )
+    # Where there are none, the busiest program has as many turns as the whole tiles need.
+    waves = -(-p.M // config.block_m) * -(-p.N // config.block_n) / programs
+    assert edges_of(p, config).waves < np.ceil(waves)
+
+
+def test_edge_tiles_only_where_they_save_time():
+    config = Config.of("176x128x64-g0-w8-s5-cooperative-descriptor-swap")
+    for M in range(8, 6000, 88):
+        p = problem(M, 8704, 1024)
+        edges = edges_of(p, config)
+        tiles = -(-M // 176) * (8704 // 128)
+        if edges.width:
+            assert edges.waves < -(-tiles // 132)
+            assert edges.width % 16 == 0
+            assert M - M // 176 * 176 <= edges.width < 176
+        assert not edges_of(p, replace(config, split_k=2)).width
+    # Kernels of other kinds of products have none.
+    for p in (
+        problem(2048, 8704, 1024, batch=(2,)),
+        abstract_problem(2048, 8704, 1024, device=H200, weight="int4"),
+    ):
+        assert not edges_of(p, config).width
+
+
 @pytest.mark.parametrize(
     "sizes", [(1600, 1408, 4096), (1092, 3720, 4096), (200, 600, 2048), (4000, 1000, 640)]
 )
@@ -603,6 +702,7 @@ def test_elements_that_two_tiles_store_have_the_same_bits(sizes, text):
             (p.M, p.N, p.K),
             (y, 8),
             lambda *args, at=(row, col): (0, *at, p.M, 0, p.K),
+            False,
             x,
             config.swap,
             "rows",

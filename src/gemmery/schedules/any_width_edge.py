@@ -1,7 +1,7 @@
 """Edge tiles: those at the end of Y, of which fewer columns are multiplied; see `kernels.any_width`.
 
-Y rarely ends where a tile ends. Where the last tiles would begin one more wave, they come last, and programs that have a
-whole tile less than others share them.
+Y rarely ends where a tile ends. Where its last tiles would begin one more wave, they come last, and programs that have
+a whole tile less than others share them.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from ..select.space import Space
     from .cost import Floats
 
-#: The part of a tile's time that does not depend on how many columns are multiplied: all of them are loaded.
-FIXED = 0.4
+#: The part of a tile's time that does not depend on how many columns are multiplied, since all of them are loaded.
+#: Fitted to 32 products on an H200 (`benchmarks/results/looks/edge_tiles-mixed-triton3.9.json`).
+FIXED = 0.55
 
 
 class Edges(NamedTuple):
