@@ -12,8 +12,9 @@ import torch
 
 from gemmery import Config, epilogues, quantize, schedules
 from gemmery.kernels import any_width_cut, any_width_packed, any_width_stage
-from gemmery.lab.abstract import abstract_problem, linear_problem
+from gemmery.lab.abstract import abstract_problem, linear_problem, of_row
 from gemmery.lab.fused_targets import abstract_sparse
+from gemmery.lab.suites import EPILOGUES, Row
 from gemmery.schedules import (
     any_width_binding,
     any_width_compiled,
@@ -624,22 +625,11 @@ def test_edge_tiles_are_where_the_walk_has_them(sizes, text):
     for program in range(programs):
         now["program"] = program
         end = names["end_of_units"](state, shape, x, config.swap)
-        own = (end, end, *state[2:])
         for turn, unit in enumerate(range(program, end, programs)):
             at_x, at_y, *_ = names["corner"](
-                unit,
-                (),
-                own,
-                shape,
-                (y, band, edge),
-                names["sized_tile"],
-                True,
-                x,
-                config.swap,
-                "rows",
-                "rows",
-            )
-            skipped = y - edge if unit >= state[4] * state[5] else 0
+                unit, (), state, shape, (y, band, edge), names["sized_tile"], True, x, config.swap, "rows", "rows",
+            )  # fmt: skip
+            skipped = y - edge if unit >= state[1] else 0
             at, size = (at_x, at_y + skipped), (x, y - skipped)
             at, size = (at[::-1], size[::-1]) if config.swap else (at, size)
             covered[at[0] : at[0] + size[0], at[1] : at[1] + size[1]] += 1
@@ -657,6 +647,16 @@ def test_edge_tiles_are_where_the_walk_has_them(sizes, text):
     # Where there are none, the busiest program has as many turns as the whole tiles need.
     waves = -(-p.M // config.block_m) * -(-p.N // config.block_n) / programs
     assert edges_of(p, config).waves < np.ceil(waves)
+
+
+@pytest.mark.parametrize("epilogue", EPILOGUES)
+def test_no_config_that_is_chosen_is_refused(epilogue):
+    # Weights of which tiles with shared rows are among the fastest.
+    for M in (1, 2, 21, 64, 300):
+        for N, K in ((8704, 7168), (5120, 10240), (12288, 2048), (1536, 4608)):
+            p = of_row(Row(epilogue, M, N, K, epilogue=epilogue, call="linear"), "bf16", H200)
+            for config in candidates(p):
+                assert schedules.of(config.schedule).refusal(p, config) is None
 
 
 def test_edge_tiles_only_where_they_save_time():

@@ -814,9 +814,6 @@ def emulate(
 
     last = divisor(programs if edge else parts)
     state, tile = (units, whole, parts, part_k, down, across, (1, 1, 1, last)), (width, 8, edge)
-    if edge:
-        units = names["end_of_units"](state, sizes, x_rows, False)
-        state = units, units, *state[2:]
     # PROMOTES, EVERY, X_ROWS, its widths, SWAP, CLUSTERED, LOOPS, PINGPONG, FORMAT, both forms, BUFFERS, PART, RING_BYTES
     # and BARRIERS_AT.
     constants = (

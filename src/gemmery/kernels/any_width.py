@@ -133,23 +133,22 @@ def edge_of(unit, state):
     went on.
     """
     programs = gl.num_programs(0)
-    whole = state[4] * state[5]
-    turn, before = quotient(unit, state[6][3]), quotient(whole, state[6][3])
-    left = whole - before * programs
+    turn, before = quotient(unit, state[6][3]), quotient(state[1], state[6][3])
+    left = state[1] - before * programs
     return unit - turn * programs - left + (turn - before) * (programs - left)
 
 
 @gluon.jit
 def end_of_units(state, shape, X_ROWS: gl.constexpr, SWAP: gl.constexpr):
     """The end of a program's units, if the last of them may be edge tiles; see `edge_of`."""
-    whole = state[4] * state[5]
+    units, whole = state[0], state[1]
     programs = gl.num_programs(0)
     left = whole - quotient(whole, state[6][3]) * programs
     # The program's unit in the last turn. It may not have one there.
-    last = gl.program_id(0) + state[0] - programs
+    last = gl.program_id(0) + units - programs
     there = edge_of(last, state) * X_ROWS < (shape[1] if SWAP else shape[0])
     end = gl.where(there, last, last - programs) + 1
-    return gl.where((state[0] > whole) & (gl.program_id(0) >= left), end, whole)
+    return gl.where((units > whole) & (gl.program_id(0) >= left), end, whole)
 
 
 @gluon.jit
@@ -175,7 +174,7 @@ def corner(
     edge = -1
     if EDGES:
         edge = edge_of(unit, state)
-        unit = gl.minimum(unit, state[4] * state[5] - 1)
+        unit = gl.minimum(unit, state[1] - 1)
     if SWAP:
         place, known = placed(unit, known, state, shape, width, X_ROWS, band_m, PLACE, X_FORM, Y_FORM)
         batch, col, row, end, first_k, last_k = place
@@ -193,7 +192,8 @@ def corner(
     if EDGES:
         row = gl.where(edge < 0, row, edge * X_ROWS)
         col = gl.where(edge < 0, col, y_rows)
-    moves = (unit < state[1]) | (state[1] == 0)
+    # Where there are edge tiles, no tile is cut along K.
+    moves = EDGES | (unit < state[1]) | (state[1] == 0)
     if SWAP or not GROUPED:
         row = gl.where(moves, gl.minimum(row, gl.maximum(x_rows - X_ROWS, 0)), row)
     if not (SWAP and GROUPED):
@@ -236,7 +236,10 @@ def produce(
     ahead = gl.minimum(gl.minimum(ring[1], ahead_of(X_ROWS)), gl.cdiv(last_k - first_k, STEP))
     stage, phase = later(stage, phase, ahead, ring)
     first_k += ahead * STEP
-    for unit in range(gl.program_id(0), state[0], gl.num_programs(0)):
+    units = state[0]
+    if EDGES:
+        units = end_of_units(state, shape, X_ROWS, SWAP)
+    for unit in range(gl.program_id(0), units, gl.num_programs(0)):
         if unit != gl.program_id(0):
             row, col, end, first_k, last_k, batch, known = corner(
                 unit, known, state, shape, tile, PLACE, EDGES, X_ROWS, SWAP, X_FORM, Y_FORM
@@ -353,6 +356,8 @@ def consume(
         arrive_in_cluster()
     stages, width = ring[1], tile[0]
     units, whole, parts = state[0], state[1], state[2]
+    if EDGES:
+        units = end_of_units(state, shape, X_ROWS, SWAP)
     # Columns of an edge tile that are loaded and not multiplied.
     skipped = 0
     OWN: gl.constexpr = X_ROWS if PINGPONG else own_rows(X_ROWS, GROUPS)
@@ -391,13 +396,13 @@ def consume(
     for unit in range(own, units, every):
         row, col = computed(row), computed(col)
         if EDGES:
-            skipped = gl.where(unit < state[4] * state[5], 0, tile[0] - tile[2])
+            width = gl.where(unit < whole, tile[0], tile[2])
+            skipped = tile[0] - width
             col += skipped
-            width = tile[0] - skipped
             if GIVEN is not None:
                 total = OWN // 64 * gl.cdiv(width, PART)
         # Once the program's first tile has waited, all that other GPUs send is there.
-        if GIVEN is not None and unit < whole and (READY is None or unit != own):
+        if GIVEN is not None and (EDGES | (unit < whole)) and (READY is None or unit != own):
             given.read_first(
                 out, (row + FIRST, col, width), total, taken, own_slot, unit + programs >= units, GIVEN[0], GROUP,
                 SWAP, EACH, BUFFERS, PART, BARRIERS_AT,
@@ -416,7 +421,7 @@ def consume(
         )  # fmt: skip
         if READY is not None and unit == own:
             READY(state[7])
-            if GIVEN is not None and unit < whole:
+            if GIVEN is not None and (EDGES | (unit < whole)):
                 given.read_first(
                     out, (row + FIRST, col, width), total, taken, own_slot, unit + programs >= units, GIVEN[0], GROUP,
                     SWAP, EACH, BUFFERS, PART, BARRIERS_AT,
@@ -555,9 +560,6 @@ def gemm_any_width(
         units = tile_rows * tiles_n
         whole = units
     state = (units, whole, parts, part_k, tiles_m, tiles_n, divisors, place_args)
-    if EDGES:
-        units = end_of_units(state, shape, X_ROWS, SWAP)
-        state = (units, units, parts, part_k, tiles_m, tiles_n, divisors, place_args)
     tile = (width, band_m, edge)
     loads = (x_box, x_size, y_box, y_size, streams)
     PAIRED: gl.constexpr = is_paired(X_FORM, Y_FORM)

@@ -124,8 +124,10 @@ class AnyWidth(PersistentStatic):
         return self._untaken(config, forms) is None
 
     def considers(self, problem: Problem, rows: Floats, config: Config | Space) -> np.ndarray:
+        p, x = problem, np.where(config.swap, config.block_n, config.block_m)
         # A row that is added to a single row may be the output itself, part of which is stored twice.
-        return (np.asarray(rows) > 1) | (problem.epilogue != "add_row")
+        fits = (np.asarray(rows) > 1) | (p.epilogue != "add_row")
+        return np.asarray(fits & ((x % ROWS == 0) | (p.fusion is None or p.fusion.matrix is None)))
 
     def repeats(self, problem: Problem, rows: Ints, config: Config | Space) -> np.ndarray:
         """See `Schedule.repeats`; `any_width.corner` moves the last tiles, and their last parts may overlap."""
@@ -164,7 +166,7 @@ class AnyWidth(PersistentStatic):
             )
         # The operands decide which of these a config may have.
         rules = [each for each in RULES.values() if each.takes_turns or not self.takes_turns]
-        each = min(tile.each_of(each) for each in rules)
+        each = min(each.each or tile.each_of(RULES[""]) for each in rules)
         widest = max(tile.widest(each.numbers) for each in rules)
         if tile.y % each or not 16 <= tile.y <= widest:
             raise ValueError(

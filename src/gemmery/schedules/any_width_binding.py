@@ -225,7 +225,7 @@ class AnyWidthBinding(Binding):
     @property
     def counted(self) -> int:
         """What PLACE divides by last: tiles along N of groups, a matrix's tiles in a batch, tiles that are cut, or
-        programs.
+        programs, see `kernels.any_width.edge_of`.
         """
         p, c = self.problem, self.config
         tiles_m, tiles_n = -(-p.M // c.block_m), -(-p.N // c.block_n)
@@ -273,8 +273,8 @@ class AnyWidthBinding(Binding):
         units, edge = whole + cut, tile.y
         if self.has_edges and (edges := Edges.of(p, c, np.asarray(p.M))).width:
             tiles_m, tiles_n, edge = tiles_m - c.swap, tiles_n - (not c.swap), int(edges.width)
-            programs = self.work.programs
-            units = (tiles_m * tiles_n // programs + int(edges.turns)) * programs
+            whole, programs = tiles_m * tiles_n, self.work.programs
+            units = (whole // programs + int(edges.turns)) * programs
         last_band = tiles_m - (tiles_m - 1) // band * band
         # Groups need the divisor of the rows of a tile.
         area = c.block_m if p.ragged == "rows" else band * tiles_n

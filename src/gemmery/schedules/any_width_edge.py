@@ -13,7 +13,7 @@ import numpy as np
 from ..kernels.any_width_stage import own_rows
 from ..operands import Dense
 from ..operands.scaled import Scaled
-from .any_width_tile import EACH, PART, each_of, forms_of, numbers_for, rules_of
+from .any_width_tile import EACH, PART, PROMOTED, each_of, forms_of, numbers_for, rules_of
 from .base import Forms
 from .walk import MOST_UNITS, Ints, Walk, in_turn, places
 
@@ -67,10 +67,13 @@ class Edges(NamedTuple):
 
 
 def has_edges(problem: Problem) -> bool:
-    """Whether launches for a problem may have edge tiles: of plain matrices, with a kernel for all widths."""
+    """Whether launches for a problem may have edge tiles: of plain matrices, with a kernel for all widths.
+
+    Where each step's sum has registers of its own, ptxas would spill some in the K loop.
+    """
     p = problem
     is_plain = type(p.a) in (Dense, Scaled) and not p.batch and not p.ragged
-    return is_plain and rules_of(p.b.staged).shared is None
+    return is_plain and rules_of(p.b.staged).shared is None and numbers_for(p) is not PROMOTED
 
 
 def _each(problem: Problem, columns: Config | Space) -> Ints:
