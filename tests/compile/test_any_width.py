@@ -233,7 +233,7 @@ SPARSE_FP8 = [
     *[
         pytest.param(*large, marks=pytest.mark.exhaustive)
         for large in (
-            ("sparse_fp8", "e4m3", True, "128x256x128-g8-w8-s5-cooperative-descriptor-swap"),
+            ("sparse_fp8", "e4m3", True, "160x192x128-g8-w12-s5-cooperative-descriptor-swap"),
             ("sparse_fp8", "e4m3", False, "176x128x128-g8-w8-s6-cooperative-descriptor-swap"),
             ("sparse_fp8_swiglu", "e4m3", True, "128x192x128-g8-w12-s6-cooperative-descriptor-swap"),
         )
