@@ -134,6 +134,10 @@ def _named(case, name):
     ("sparse", "32x128x128-g0-w8-s6-cooperative-descriptor-k2-swap"),
     ("sparse", "32x160x128-g0-w12-s5-cooperative-descriptor-swap"),
     ("sparse", "16x64x128-g0-w4-s8-cluster-descriptor-k4-swap"),
+    ("sparse e4m3", "16x64x128-g0-w4-s12-cooperative-descriptor-swap"),
+    ("sparse e4m3", "32x128x128-g0-w8-s8-cooperative-descriptor-k2-swap"),
+    ("sparse e4m3", "16x96x128-g0-w8-s8-cooperative-descriptor-swap"),
+    ("sparse e4m3", "32x64x128-g0-w4-s8-cluster-descriptor-k4-swap"),
 ])  # fmt: skip
 def test_shared_rows_and_long_steps(name, text):
     made, _ = WEIGHTS[name]

@@ -55,6 +55,10 @@ class Memory:
             at = sum(map(value, arguments[1].strip("[]").split("+")))
             assert at % 4 == 0
             return arguments[0], int(self.bytes[at : at + 4].view(np.uint32)[0])
+        elif code == "ld.shared.b16":
+            at = sum(map(value, arguments[1].strip("[]").split("+")))
+            assert at % 2 == 0
+            return arguments[0], int(self.bytes[at : at + 2].view(np.uint16)[0])
         elif code == "selp.b32":
             return arguments[0], value(arguments[1 if value(arguments[3]) else 2])
         elif code == "prmt.b32":
@@ -253,3 +257,90 @@ def test_threads_have_the_metadata_that_their_products_read(case, direct):
                     begin = k + columns * part
                     wanted = whole[row + own : row + own + 64, begin : begin + columns]
                     assert (found == wanted).all(), (row, begin, own)
+
+
+DECODED = [
+    # N, K, whether it is in two halves, and a config.
+    (104, 104, False, "80x64x64-g8-w4-s4-cooperative-descriptor-swap"),
+    (352, 136, False, "80x192x64-g8-w12-s4-cooperative-descriptor-swap"),
+    (320, 136, True, "80x128x64-g8-w8-s4-cooperative-descriptor-swap"),
+    # Long steps, and warpgroups that share rows.
+    (104, 264, False, "80x64x128-g8-w4-s4-cooperative-descriptor-swap"),
+    (288, 320, False, "80x128x128-g8-w8-s4-cooperative-descriptor-swap"),
+    (352, 136, False, "80x96x128-g8-w8-s4-cooperative-descriptor-swap"),
+    (320, 264, True, "80x128x128-g8-w8-s4-cooperative-descriptor-swap"),
+]
+
+
+def swizzled(box):
+    """Rows of 64 bytes as TMA swizzles them: of row i the n-th 16 bytes lie where those of n xor (i / 2) would."""
+    rows, chunks = np.indices((len(box), 4))
+    return box.reshape(-1, 4, 16)[rows, chunks ^ rows // 2 % 4].reshape(box.shape)
+
+
+def pairs_of(format, rows, first, own):
+    """The assembly of a thread's pairs of kept numbers of a stage, of each 64 of its warpgroup's rows."""
+    loads = "".join(format._stored(0, i) for i in range(own))
+    names = [name for i in range(own) for name in format._pairs(0, i)]
+    moves = "".join(f"mov.b32 ${i}, {name};" for i, name in enumerate(names))
+    text = format.steps(
+        [[f"$9{i}" for i in range(32)]] * own, "bf16.bf16", False, False, rows, "", "{}".format, "", "", ""
+    )
+    finds = re.search(r"and\.b32 bytes, x, .*?(?=xor)", text)[0]
+    at = (STAGE * rows + first) * format.words // 256
+    return len(names), Program(
+        f"{{ .reg .b32 x, bytes, part8, {', '.join(names)}; {format._place()} mov.b32 x, {at}; {finds} {loads} {moves} }}"
+    )
+
+
+@pytest.mark.parametrize("case", DECODED, ids=str)
+def test_threads_have_the_numbers_of_8_bits_that_their_products_read(case):
+    N, K, paired, text = case
+    generator = torch.Generator().manual_seed(N + K)
+    weight = quantize(sparsify(torch.randn(N, K, generator=generator).to(torch.bfloat16)), "e4m3")
+    x = torch.empty(100, K, dtype=torch.bfloat16, device="meta")
+    problem = linear_problem(x, weight.to("meta"), H200, epilogue=epilogues.swiglu if paired else None)
+    binding = schedules.bind(problem, Config.of(text))
+    tensors, numbers = samples.arguments(problem, "cpu")
+    tensors = tensors[0], weight.values, weight.metadata, *tensors[3:]
+    given = dict(zip(binding.kernel.arg_names, binding.direct_arguments(tensors, numbers), strict=False))
+    tile, format, form = binding.tile, format_of(binding.constants["FORMAT"]), binding.forms[0]
+    assert format == SparseStage("e4m3", paired, wide="x128-g8" in text)
+    size = format.words // 16
+    assert given["x"].layout.swizzle_byte_width == (64 if size == 64 else 0)
+    places = any_width_load.maps_of(form, "rows", format)
+    maps = {
+        f"gemm_any_width_param_{number}": given[name]
+        for number, name in ((places.x, "x"), (places.params[0], "scales"))
+    }
+    load = loading(format, form, tile.x)
+    whole = rows_of_x(
+        weight.values.view(torch.int8).reshape(-1, weight.values.shape[-1]), paired, N + 2 * tile.x
+    )
+    for row, k in itertools.product({0, N // 64 * 64}, range(0, K, format.step)):
+        memory = Memory(maps)
+        load.run([row, given["x_box"], given["x_size"], k], memory)
+        at = slice(STAGE * size * tile.x, (STAGE + 1) * size * tile.x)
+        if size == 64:
+            memory.bytes[at] = swizzled(memory.bytes[at].reshape(-1, size)).reshape(-1)
+        for first in {min(first, tile.x - tile.own) for first in range(0, tile.x, tile.own)}:
+            count, take = pairs_of(format, tile.x, first, 1)
+            for memory.thread in range(128):
+                operands = [None] * count
+                take.run(operands, memory)
+                warp, lane = divmod(memory.thread, 32)
+                g, t = divmod(lane, 4)
+                # As `wgmma.sp` of 32 columns wants them: a row and the one 8 behind it, then 8 kept numbers further.
+                wanted = [
+                    whole[row + first + 16 * warp + g + 8 * down, k // 2 + 16 * part + 8 * right + 2 * t :][
+                        :2
+                    ]
+                    for part in range(format.step // 32)
+                    for right in range(2)
+                    for down in range(2)
+                ]
+                assert operands == [int(pair.copy().view(np.uint16)[0]) for pair in wanted], (
+                    row,
+                    k,
+                    memory.thread,
+                )

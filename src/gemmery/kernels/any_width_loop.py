@@ -38,7 +38,10 @@ def x_bytes_of(rows, FORMAT):
 @gluon.constexpr_function
 def step_of(KIND, FORMAT):
     """Elements along K of a stage."""
-    return 64 if "16" in KIND and (FORMAT is None or not FORMAT.startswith("2:4/16/")) else 128
+    # Of 2:4 weights 16 bits say that a step is long; of those with a code 8 bits.
+    form = ("" if FORMAT is None else FORMAT).split("/") + ["", ""]  # noqa: RUF005
+    is_long = form[0] == "2:4" and form[1] == ("8" if form[2] else "16")
+    return 64 if "16" in KIND and not is_long else 128
 
 
 #: Assembly that waits, each thread on its own, until the phase of this parity of a barrier is complete. Before Gluon's

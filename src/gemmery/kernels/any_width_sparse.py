@@ -7,8 +7,9 @@ are adjacent; see `formats.sparse`. Short products have long steps of 128 column
 by 128 bytes, a second word in each thread, and two blocks of Y. If both operands are fp8, a step has 128 columns, and a
 thread's word belongs to one row: it is made of halves of two stored words.
 
-Kept numbers of 8 bits are not swizzled if the other operand has 16 bits. Each thread reads its share of them and
-widens them to 16 bits, and the tensor cores take these from registers, too.
+If kept numbers have 8 bits and the other operand has 16, each thread reads its share of them and widens them to 16
+bits, and the tensor cores take these from registers, too. These numbers are swizzled by 64 bytes in long steps, and not
+at all in others.
 
 The tensor cores read registers while they multiply. So there are two sets of registers, one for each step of a round.
 After every round of `TOGETHER` steps a warpgroup waits for all of its products. If some stayed in flight from one round
@@ -31,21 +32,12 @@ TOGETHER = 2
 _UNITS = 256
 
 
-#: Bytes of a row's kept numbers of 8 bits.
-ROW8 = 32
-
-
-def _registers(which: int, i: int, half: int) -> list[str]:
+def _registers(which: int, i: int, number: int) -> list[str]:
     """The registers of one of two sets that an instruction takes X from, of 64 rows and 32 columns.
 
     They hold numbers of a row, of the row 8 below it, and of both, 8 kept numbers further along K.
     """
-    return [f"kept{which}{i}{half}{n}" for n in range(4)]
-
-
-def _pairs(which: int, i: int) -> list[str]:
-    """The registers of pairs of kept numbers of 8 bits, which become those of both halves of a step."""
-    return [f"both{which}{i}{n}" for n in range(8)]
+    return [f"kept{which}{i}{number}{n}" for n in range(4)]
 
 
 def _of_e4m3(register: str, both: str, kind: str) -> str:
@@ -87,8 +79,8 @@ class SparseStage(NamedTuple):
         code: the type of kept numbers of 8 bits that are widened to 16, "e4m3" or "int8"; otherwise "".
         paired: whether the rows are of two halves in turn, eight of each; see the forms of `any_width`.
         fp8: whether both operands are fp8.
-        wide: whether a step has 128 columns, of numbers of 16 bits. A short launch takes as long as its loads take to
-            be issued, and there are half as many.
+        wide: whether a step has 128 columns where the other operand has 16 bits. A short launch takes as long as its
+            loads take to be issued, and there are half as many.
     """
 
     code: str = ""
@@ -100,7 +92,8 @@ class SparseStage(NamedTuple):
     def of(cls, text: str) -> "SparseStage | None":
         """The inverse of the format's `str`; None for that of a packed weight."""
         pattern, bits, code, pairs, fp8 = [*text.split("/"), "", "", ""][:5]
-        return cls(code, bool(pairs), bool(fp8), bits == "16") if pattern == "2:4" else None
+        wide = bits == ("8" if code else "16")
+        return cls(code, bool(pairs), bool(fp8), wide) if pattern == "2:4" else None
 
     def __str__(self) -> str:
         return f"2:4/{self.bits}/{self.code}/{'pairs' * self.paired}/{'fp8' * self.fp8}"
@@ -127,7 +120,7 @@ class SparseStage(NamedTuple):
     @property
     def bits(self) -> int:
         """Bits of a 64th of a row's step that are in the block of X."""
-        return 4 if self.code else 16 if self.wide else 8
+        return (4 if self.code else 8) * (2 if self.wide else 1)
 
     @property
     def step(self) -> int:
@@ -141,13 +134,18 @@ class SparseStage(NamedTuple):
 
     def of_step(self, columns: int) -> "SparseStage | None":
         """See `Stage.of_step`."""
-        found = self if self.code or self.fp8 else self._replace(wide=columns == LINE_BYTES)
+        found = self if self.fp8 else self._replace(wide=columns == LINE_BYTES)
         return found if found.step == columns else None
 
     @property
     def words(self) -> int:
         """Bytes of the kept numbers of 16 rows and a step."""
         return 16 * 64 * self.bits // 8
+
+    @property
+    def _row(self) -> int:
+        """Bytes of a row's kept numbers of a step."""
+        return self.words // 16
 
     @property
     def params(self) -> int:
@@ -234,9 +232,12 @@ class SparseStage(NamedTuple):
         return (
             # A warp has 16 rows, and a thread the row that is its number divided by 4, and the row 8 below it.
             ".reg .b32 place, quad; mov.u32 quad, %tid.x; shr.u32 place, quad, 5; and.b32 place, place, 3;"
-            f"mul.lo.s32 place, place, {16 * ROW8}; shr.u32 quad, quad, 2; and.b32 quad, quad, 7;"
-            f"mad.lo.s32 place, quad, {ROW8}, place; mov.u32 quad, %tid.x; and.b32 quad, quad, 3;"
-            "mad.lo.s32 place, quad, 2, place;"
+            f"mul.lo.s32 place, place, {16 * self._row}; shr.u32 quad, quad, 2; and.b32 quad, quad, 7;"
+            f"mad.lo.s32 place, quad, {self._row}, place;"
+            # TMA swizzles: of row i the n-th 16 bytes lie where those of number n xor (i / 2) would.
+            + "shr.u32 quad, quad, 1; mad.lo.s32 place, quad, 16, place;"
+            * self.wide
+            + "mov.u32 quad, %tid.x; and.b32 quad, quad, 3; mad.lo.s32 place, quad, 2, place;"
             # An address in a matrix descriptor lacks the bits that say which program of a cluster has the memory.
             f"mov.b32 quad, global_smem; and.b32 quad, quad, {0xFF000000}; add.s32 place, place, quad;"
         )
@@ -244,16 +245,25 @@ class SparseStage(NamedTuple):
     def _stored(self, which: int, i: int) -> str:
         """Assembly that loads a thread's kept numbers of 8 bits of 64 rows and a step."""
         lines = []
-        for n, register in enumerate(_pairs(which, i)):
-            half, rest = divmod(n, 4)
-            at = ROWS * ROW8 * i + 16 * half + 8 * (rest // 2) + 8 * ROW8 * (rest % 2)
-            lines.append(f"ld.shared.b16 {register}, [bytes + {at}];")
+        for n, register in enumerate(self._pairs(which, i)):
+            part, rest = divmod(n, 4)
+            at = ROWS * self._row * i + 8 * (rest // 2) + 8 * self._row * (rest % 2)
+            if not rest:
+                # Where numbers are not swizzled, this bit is not set yet.
+                lines.append(f"xor.b32 part8, bytes, {16 * part};")
+            lines.append(f"ld.shared.b16 {register}, [part8 + {at}];")
         return "".join(lines)
+
+    def _pairs(self, which: int, i: int) -> list[str]:
+        """The registers of pairs of kept numbers of 8 bits, which become those of all of a step's instructions."""
+        return [f"both{which}{i}_{n}" for n in range(4 * self._products)]
 
     def _numbers(self, which: int, i: int, kind: str) -> str:
         """Assembly that widens them."""
-        kept = _registers(which, i, 0) + _registers(which, i, 1)
-        return "".join(DECODE[self.code](*pair, kind) for pair in zip(kept, _pairs(which, i), strict=True))
+        kept = [x for number in range(self._products) for x in _registers(which, i, number)]
+        return "".join(
+            DECODE[self.code](*pair, kind) for pair in zip(kept, self._pairs(which, i), strict=True)
+        )
 
     def _words(self, register: str, at: int) -> str:
         """Assembly that loads a thread's word of metadata, which is `at` bytes after its first one of the stage."""
@@ -340,8 +350,10 @@ class SparseStage(NamedTuple):
         if not self.code:
             return text
         kept = [x for one in each for x in _registers(*one)]
-        pairs = [x for which in range(2) for i in range(count) for x in _pairs(which, i)]
-        return f"{text} .reg .b32 {', '.join(kept)}, bytes, left8, right8; .reg .b16 {', '.join(pairs)};"
+        pairs = [x for which in range(2) for i in range(count) for x in self._pairs(which, i)]
+        return (
+            f"{text} .reg .b32 {', '.join(kept)}, bytes, part8, left8, right8; .reg .b16 {', '.join(pairs)};"
+        )
 
     def _word(self, which: int, i: int, number: int) -> str:
         """The register of an instruction's metadata."""

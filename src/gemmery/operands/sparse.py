@@ -176,6 +176,8 @@ LEAST_BOX = 16
 FP8_STEP = 128
 #: Rows of each half of a weight in two halves that are adjacent.
 HALF = 8
+#: Bytes of a row's kept numbers in a stage, up to which they are not swizzled.
+UNSWIZZLED = 32
 
 
 class SparseAccess(Access):
@@ -216,8 +218,7 @@ class SparseAccess(Access):
         """The tensor map of kept numbers for stages."""
         each = CODES[self.spec.code].each
         row, columns = self.columns // each, step // each
-        # Threads read numbers one by one if they decode them.
-        is_swizzled = not self.spec.decodes
+        is_swizzled = columns * values.element_size() > UNSWIZZLED
         if not self.paired:
             shape, strides = (self.rows, row), (row, 1)
             return StageMap(values, shape, strides, (ROWS, columns), (box, columns), is_swizzled)

@@ -75,7 +75,7 @@ def packed(bits: int) -> Offer:
 #: For 2:4 sparse weights of 16 bits, and for those of 8 bits that are widened to 16, which have 64 rows for each
 #: warpgroup.
 SPARSE = Offer((SparseStage(),), narrow=True, short=SparseStage(wide=True))
-SPARSE8 = Offer((SparseStage("e4m3"),), shared=_SMALL, narrow=True)
+SPARSE8 = Offer((SparseStage("e4m3"),), shared=_SMALL, narrow=True, short=SparseStage("e4m3", wide=True))
 #: For 2:4 sparse weights with fp8 activations. With scales after the product, tiles of 128 rows for each warpgroup
 #: spill: 208 bytes with Triton 3.9, and 248 with 3.6.
 SPARSE_FP8 = Offer((SparseStage(fp8=True),), _SMALL, narrow=True)
