@@ -43,8 +43,9 @@ SPARSE, SPARSE_GROUP, SPARSE8_GROUP = 0.41, 0.5e-6, 0.95e-6
 #: For numbers that are read from shared memory: columns of Y, and rows of X, with which X and all stores take as long
 #: as Y.
 SPARSE_Y, SPARSE_X = 68, 64
-#: The least seconds of a step with kept numbers of 8 bits that are widened to 16.
-SPARSE8_STEP = 1.6e-7
+#: The least seconds of a step with kept numbers of 8 bits that are widened to 16, of one warpgroup; the share that each
+#: other warpgroup adds, and the factor of a long step (`sparse8_long_steps-triton3.9.json`).
+SPARSE8_STEP, SPARSE8_OTHERS, SPARSE8_LONG = 1.57e-7, 0.4, 1.5
 #: The slowdown of loads from L2 for each doubling of A and B beyond L2's size, with a sparse weight. Dense
 #: products, which take longer themselves, do not show this.
 BEYOND = 0.3
@@ -123,13 +124,13 @@ class Terms(NamedTuple):
         products: the time of the products of a program, given the problem, the space, what they take at
             `EFFICIENCY`, the program's steps, rows of X and of Y, and warpgroups that share a tile.
         start: seconds at a launch's start, given the problem, the space and the same warpgroups.
-        step: the least seconds of a step.
+        step: the least seconds of a step, given the same.
         beyond: by how much loads from L2 slow down, see `BEYOND`.
     """
 
     products: Callable[[Problem, Space, Floats, Floats, Floats, Floats, Floats], Floats]
     start: Callable[[Problem, Space, Floats], Floats]
-    step: float = 0.0
+    step: Callable[[Problem, Space, Floats], Floats] = lambda p, s, groups: np.asarray(0.0)
     beyond: float = 0.0
 
 
@@ -171,13 +172,19 @@ def _start_of_sparse(p: Problem, s: Space, groups: Floats) -> Floats:
     return seconds
 
 
+def _step_of_sparse8(p: Problem, s: Space, groups: Floats) -> Floats:
+    """`Terms.step` of a sparse weight whose numbers are widened."""
+    seconds: Floats = SPARSE8_STEP * (1 + SPARSE8_OTHERS * (groups - 1))
+    return np.asarray(seconds * np.where(_blocks_of_y(p, s) > 1, SPARSE8_LONG, 1.0))
+
+
 _SPARSE = Terms(_of_sparse, _start_of_sparse, beyond=BEYOND)
 #: By `Stage.kind`, and "" for plain matrices.
 TERMS = {
     "": Terms(_of_matrix, lambda p, s, groups: np.asarray(START)),
     "packed": Terms(_of_packed, lambda p, s, groups: START + UNPACK_START * s.num_warps / 4 - ONE_WIDTH),
     "sparse": _SPARSE,
-    "sparse decoded": _SPARSE._replace(step=SPARSE8_STEP),
+    "sparse decoded": _SPARSE._replace(step=_step_of_sparse8),
 }
 
 
@@ -212,7 +219,7 @@ def costs(problem: Problem, space: Space, given: Given, takes_turns: bool, clust
     l2 = l2 * _beyond_l2(p, given, terms.beyond)
     loop = (compute**JOINT + l2**JOINT) ** (1 / JOINT)
     loop = np.maximum(loop, own_steps * _least_of_step(p, s, given.rows_inside(p.matrices), x, y, busy))
-    loop = np.maximum(loop, own_steps * terms.step)
+    loop = np.maximum(loop, own_steps * terms.step(p, s, groups))
     loop = loop * (1 + SLOWING * np.log10(np.maximum(loop / LONG, 1)))
     stream = (CLUSTER_MEMORY if clustered else MEMORY).seconds(given.memory)
     together = np.where(chunk > 0, whole, tiles // device.sms) * steps
