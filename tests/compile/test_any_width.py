@@ -170,6 +170,8 @@ SPARSE = [
     ("sparse_e4m3", "bf16", "16x128x64-g8-w8-s12-cooperative-descriptor-k2-swap"),
     ("sparse_e4m3", "fp16", "64x64x64-g8-w4-s12-cooperative-descriptor-swap"),
     ("sparse_int8", "bf16", "64x192x64-g8-w12-s8-cooperative-descriptor-swap"),
+    ("sparse_e4m3", "bf16", "16x64x128-g8-w4-s12-cooperative-descriptor-swap"),
+    ("sparse_int8", "fp16", "32x128x128-g8-w8-s8-cooperative-descriptor-k2-swap"),
     ("sparse_gelu", "bf16", "16x128x64-g8-w8-s12-cooperative-descriptor-swap"),
     ("sparse_gelu", "bf16", "128x256x64-g8-w8-s5-cooperative-descriptor-swap"),
     ("sparse_gelu", "bf16", "256x128x64-g8-w8-s4-cooperative-descriptor-swap"),
