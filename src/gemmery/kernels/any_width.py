@@ -20,6 +20,9 @@ The ring holds the blocks of X of all stages, then those of Y, and then group pa
 `full` is complete when its blocks have arrived, `free` when all warps have read them. `turn` says which warpgroup may
 multiply. `unused` is complete when no warpgroup reads the ring any more.
 
+Where the tiles at the end of Y would begin one more wave, they are edge tiles: all columns are loaded, but only those
+that are left, or a few more, are multiplied and stored. They come last, see `edge_of`.
+
 A tile goes to memory in parts of 64 rows of X by some of Y, through slots of shared memory. Each warpgroup has its own
 slots. A program's last tile has a slot for each part, in the ring. With CLUSTERED, each program of a cluster stores
 some of the parts, see `any_width_cluster`.
@@ -128,14 +131,14 @@ def later(stage, phase, steps, ring):
 def edge_of(unit, state):
     """Which edge tile a unit is; negative if it is a whole one.
 
-    Edge tiles are those at the end of Y, of which fewer columns are multiplied. Programs that have a whole tile less
-    than others take them in turn. The number of such a unit is the next that the program would have if whole tiles
-    went on.
+    Edge tiles are those at the end of Y, of which fewer columns are multiplied. Unit `p + t * programs` is turn number
+    t of program p. In turn number `full` the first `more` programs still have a whole tile. From this turn on, the
+    other programs take edge tiles.
     """
-    programs = gl.num_programs(0)
-    turn, before = quotient(unit, state[6][3]), quotient(state[1], state[6][3])
-    left = state[1] - before * programs
-    return unit - turn * programs - left + (turn - before) * (programs - left)
+    programs, divisor = gl.num_programs(0), state[6][3]
+    turn, full = quotient(unit, divisor), quotient(state[1], divisor)
+    more = state[1] - full * programs
+    return unit - turn * programs - more + (turn - full) * (programs - more)
 
 
 @gluon.jit
@@ -143,12 +146,12 @@ def end_of_units(state, shape, X_ROWS: gl.constexpr, SWAP: gl.constexpr):
     """The end of a program's units, if the last of them may be edge tiles; see `edge_of`."""
     units, whole = state[0], state[1]
     programs = gl.num_programs(0)
-    left = whole - quotient(whole, state[6][3]) * programs
+    more = whole - quotient(whole, state[6][3]) * programs
     # The program's unit in the last turn. It may not have one there.
     last = gl.program_id(0) + units - programs
     there = edge_of(last, state) * X_ROWS < (shape[1] if SWAP else shape[0])
     end = gl.where(there, last, last - programs) + 1
-    return gl.where((units > whole) & (gl.program_id(0) >= left), end, whole)
+    return gl.where((units > whole) & (gl.program_id(0) >= more), end, whole)
 
 
 @gluon.jit
@@ -163,7 +166,8 @@ def corner(
     then share elements, and both store them, with the same bits. A tile that is cut along K has different bits, so it
     is not moved back over whole tiles. Neither is a tile at the end of a group of rows.
 
-    All columns of an edge tile are loaded, so it begins where a whole tile would.
+    All columns of an edge tile are loaded, so its corner is that of a whole tile that ends where Y ends. `consume`
+    skips the first columns.
 
     Args:
         known: what was found out about groups of rows for an earlier unit, see `place.next_tile_of_rows`; the address
@@ -496,7 +500,8 @@ def gemm_any_width(
     PINGPONG: gl.constexpr, FORMAT: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr, BUFFERS: gl.constexpr,
     REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr, SOURCE: gl.constexpr,
 ):  # fmt: skip
-    """The kernel: as many programs as run at once process units in turn, first whole tiles, then parts of tiles.
+    """The kernel: as many programs as run at once process units in turn, first whole tiles, then edge tiles or parts of
+    tiles.
 
     Args:
         x, y: descriptors of X and of Y. Only their tensor maps are used.
@@ -510,9 +515,8 @@ def gemm_any_width(
         parts, part_k: the number of parts along K into which each other tile is cut, and the size of a part.
         tiles_m, tiles_n: tiles along M and N, without edge tiles.
         area_divisor, band_divisor, last_divisor, cut_divisor: what PLACE divides by, see `place.sized_tile` and
-            `place.sized_tile_of_batch`; in clusters, the last one is that of their programs, and with EDGES that of
-            all programs. Were they in a tuple,
-            Triton would compile a kernel for each of their values.
+            `place.sized_tile_of_batch`. The last one is that of a cluster's programs in clusters, and of all programs
+            with EDGES. Were they in a tuple, Triton would compile a kernel for each of their values.
         width: rows of Y in a tile, one of WIDTHS.
         band_m: the height of a tile band, see `order`.
         edge: rows of Y that an edge tile multiplies, one of WIDTHS.

@@ -38,7 +38,7 @@ def x_bytes_of(rows, FORMAT):
 @gluon.constexpr_function
 def step_of(KIND, FORMAT):
     """Elements along K of a stage."""
-    # Of 2:4 weights 16 bits say that a step is long; of those with a code 8 bits.
+    # The second field is `SparseStage.bits`, which is larger in a long step.
     form = ("" if FORMAT is None else FORMAT).split("/") + ["", ""]  # noqa: RUF005
     is_long = form[0] == "2:4" and form[1] == ("8" if form[2] else "16")
     return 64 if "16" in KIND and not is_long else 128
@@ -233,7 +233,7 @@ def multiply_steps(
         steps: how many there are.
         head_x, head_y: matrix descriptors of the first stage's blocks, see `matrix_descriptor`; of a packed weight
             where its words are, in units of 16 bytes.
-        y_rows: rows of Y in a stage.
+        y_rows: rows of Y in a stage, of which `head_y` may skip some.
         X_ROWS, FIRST: rows of X in a stage, and the first of the warpgroup's.
         KIND: the types of X and of Y, as PTX names them, with a point between them.
         scales: what `scales_of` gives for steps that are multiplied by scales, which are promoted; (), where none is.

@@ -129,14 +129,14 @@ class StageFormat(NamedTuple):
         declared = "{ .reg .pred more; .reg .b64 map; .reg .b32 row, last, group, to; mov.b32 to, params;"
         return f"{declared} {group} {' '.join(lines)} }}"
 
-    def begin(self, rows: int, first: int, stages: str, width: str) -> str:
+    def begin(self, rows: int, first: int, stages: str, y_rows: str) -> str:
         """See `Stage.begin`."""
         return (
             ".reg .b32 warp, lane, line, place, params, first_params; mov.u32 lane, %tid.x; shr.u32 warp, lane, 5;"
             "and.b32 warp, warp, 3; and.b32 lane, lane, 31;"
             # Group parameters follow both operands' blocks of all stages. A warp has 16 of 64 rows, and a thread the
             # row that is its number divided by 4, and the row 8 below it.
-            f"mad.lo.s32 params, {width}, {LINE_BYTES}, {x_bytes(rows, self)};"
+            f"mad.lo.s32 params, {y_rows}, {LINE_BYTES}, {x_bytes(rows, self)};"
             f"mul.lo.s32 first_params, params, {stages};"
             "mov.b32 params, global_smem; add.s32 first_params, first_params, params; shr.u32 params, lane, 2;"
             f"mad.lo.s32 params, warp, {STRIP}, params; mad.lo.s32 first_params, params, 2, first_params;"

@@ -30,6 +30,8 @@ _HEAD = 2 << 30 | 32
 TOGETHER = 2
 #: Units of 16 bytes from 64 rows of kept numbers to the next.
 _UNITS = 256
+#: Bytes of a row's kept numbers in a step, up to which they are not swizzled.
+UNSWIZZLED = 32
 
 
 def _registers(which: int, i: int, number: int) -> list[str]:
@@ -148,6 +150,11 @@ class SparseStage(NamedTuple):
         return self.words // 16
 
     @property
+    def is_swizzled(self) -> bool:
+        """Whether the kept numbers of a row are swizzled in shared memory."""
+        return self._row > UNSWIZZLED
+
+    @property
     def params(self) -> int:
         """Bytes of the metadata of 64 rows and a step."""
         return ROWS // BLOCK * self.blocks * WORDS_BYTES
@@ -190,7 +197,7 @@ class SparseStage(NamedTuple):
             f"add.s32 next, next, count; setp.lt.s32 more, next, {rows >> shift}; @more bra NEXT; }}"
         )
 
-    def begin(self, rows: int, first: int, stages: str, width: str) -> str:
+    def begin(self, rows: int, first: int, stages: str, y_rows: str) -> str:
         """See `Stage.begin`."""
         # By how many bits of the thread's number, a mask for them, and bytes for each. A lane is 4 g + t.
         rows_bytes = self.blocks * WORDS_BYTES
@@ -213,7 +220,7 @@ class SparseStage(NamedTuple):
         )
         return (
             f"{self._place()} .reg .pred upper; .reg .b32 lane, part, params, first_params, pick; mov.u32 lane, %tid.x;"
-            f"mad.lo.s32 params, {width}, {LINE_BYTES * self.y_blocks}, {rows // 16 * self.words};"
+            f"mad.lo.s32 params, {y_rows}, {LINE_BYTES * self.y_blocks}, {rows // 16 * self.words};"
             f"mul.lo.s32 first_params, params, {stages};"
             "mov.b32 params, global_smem; add.s32 first_params, first_params, params;"
             f"add.s32 first_params, first_params, {first * self.params // ROWS};"
@@ -229,15 +236,14 @@ class SparseStage(NamedTuple):
         """Assembly that finds a thread's first kept number of 8 bits in a block of 64 rows."""
         if not self.code:
             return ""
+        # Rows of 64 bytes are swizzled: in row i, the n-th 16 bytes lie where those of number n xor (i / 2) would.
+        swizzle = "shr.u32 quad, quad, 1; mad.lo.s32 place, quad, 16, place;" if self.is_swizzled else ""
         return (
             # A warp has 16 rows, and a thread the row that is its number divided by 4, and the row 8 below it.
             ".reg .b32 place, quad; mov.u32 quad, %tid.x; shr.u32 place, quad, 5; and.b32 place, place, 3;"
             f"mul.lo.s32 place, place, {16 * self._row}; shr.u32 quad, quad, 2; and.b32 quad, quad, 7;"
             f"mad.lo.s32 place, quad, {self._row}, place;"
-            # TMA swizzles: of row i the n-th 16 bytes lie where those of number n xor (i / 2) would.
-            + "shr.u32 quad, quad, 1; mad.lo.s32 place, quad, 16, place;"
-            * self.wide
-            + "mov.u32 quad, %tid.x; and.b32 quad, quad, 3; mad.lo.s32 place, quad, 2, place;"
+            f"{swizzle} mov.u32 quad, %tid.x; and.b32 quad, quad, 3; mad.lo.s32 place, quad, 2, place;"
             # An address in a matrix descriptor lacks the bits that say which program of a cluster has the memory.
             f"mov.b32 quad, global_smem; and.b32 quad, quad, {0xFF000000}; add.s32 place, place, quad;"
         )
@@ -249,7 +255,7 @@ class SparseStage(NamedTuple):
             part, rest = divmod(n, 4)
             at = ROWS * self._row * i + 8 * (rest // 2) + 8 * self._row * (rest % 2)
             if not rest:
-                # Where numbers are not swizzled, this bit is not set yet.
+                # Without a swizzle these bits of the address are 0, so that the xor adds.
                 lines.append(f"xor.b32 part8, bytes, {16 * part};")
             lines.append(f"ld.shared.b16 {register}, [part8 + {at}];")
         return "".join(lines)

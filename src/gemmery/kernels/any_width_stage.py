@@ -85,13 +85,13 @@ class Stage(Protocol):
         Register `params` is the stage's place, and `at` its barrier.
         """
 
-    def begin(self, rows: int, first: int, stages: str, width: str) -> str:
+    def begin(self, rows: int, first: int, stages: str, y_rows: str) -> str:
         """Assembly that finds where a thread's numbers and parameters are, as `steps` counts from there.
 
         Args:
             rows: of X in a stage.
             first: the first of the warpgroup's rows.
-            stages, width: registers; how many stages there are, and rows of Y.
+            stages, y_rows: registers; how many stages there are, and rows of Y in each.
         """
 
     def steps(

@@ -18,7 +18,7 @@ from ..formats.sparse import BLOCK, GROUP, INNER, SparseTensor, padded, unpacked
 from ..formats.sparse import COLUMNS as CUT_COLUMNS
 from ..formats.sparse import ROWS as CUT_ROWS
 from ..kernels import sparse as loaders
-from ..kernels.any_width_sparse import DECODE, SparseStage
+from ..kernels.any_width_sparse import DECODE, UNSWIZZLED, SparseStage
 from ..kernels.any_width_stage import ROWS
 from .base import Access, Layout, Multiply, Operand, Spec, StageMap, batch_axes, negated, refuse_gradients
 from .dense import AUTOCAST, DenseOperand, gradient_of
@@ -176,8 +176,6 @@ LEAST_BOX = 16
 FP8_STEP = 128
 #: Rows of each half of a weight in two halves that are adjacent.
 HALF = 8
-#: Bytes of a row's kept numbers in a stage, up to which they are not swizzled.
-UNSWIZZLED = 32
 
 
 class SparseAccess(Access):

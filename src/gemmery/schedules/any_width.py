@@ -126,8 +126,10 @@ class AnyWidth(PersistentStatic):
     def considers(self, problem: Problem, rows: Floats, config: Config | Space) -> np.ndarray:
         p, x = problem, np.where(config.swap, config.block_n, config.block_m)
         # A row that is added to a single row may be the output itself, part of which is stored twice.
-        fits = (np.asarray(rows) > 1) | (p.epilogue != "add_row")
-        return np.asarray(fits & ((x % ROWS == 0) | (p.fusion is None or p.fusion.matrix is None)))
+        added = (np.asarray(rows) > 1) | (p.epilogue != "add_row")
+        # An epilogue's matrix needs warpgroups that share no rows.
+        matrix = (x % ROWS == 0) | (p.fusion is None or p.fusion.matrix is None)
+        return np.asarray(added & matrix)
 
     def repeats(self, problem: Problem, rows: Ints, config: Config | Space) -> np.ndarray:
         """See `Schedule.repeats`; `any_width.corner` moves the last tiles, and their last parts may overlap."""

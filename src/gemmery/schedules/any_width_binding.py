@@ -17,7 +17,7 @@ from ..kernels.any_width_stage import params_bytes, x_bytes, y_blocks_of
 from ..kernels.numerics import cast
 from ..operands import DenseAccess
 from .any_width_compiled import check_maps, check_memory, waits_for_each
-from .any_width_edge import Edges, has_edges
+from .any_width_edge import Edges, may_have_edges
 from .any_width_tile import (
     EIGHT,
     KINDS,
@@ -95,14 +95,16 @@ class AnyWidthBinding(Binding):
         self.widths = tile.widths(self.format, self.forms[1], numbers_for(p))
         registers, loader = REGISTERS[tile.groups]
         shares_tiles = not takes_turns and not tile.clustered and self.split is None
-        self.has_edges = has_edges(p) and shares_tiles and len(self.widths) > 1
+        # A kernel for one width has no code for narrower tiles.
+        has_code = may_have_edges(p) and shares_tiles and len(self.widths) > 1
+        self.edges = Edges.of(p, c, np.asarray(p.M)) if has_code else None
         x, y = (p.b.dtype, p.a.dtype) if c.swap else (p.a.dtype, p.b.dtype)
         given, second = self._matrix_map()
         ready = self.a.ready()
         epilogue = self._epilogue(given, second)
         self.constants = {
             "PLACE": dialect.in_gluon(self.place),
-            "EDGES": self.has_edges,
+            "EDGES": self.edges is not None,
             "READY": None if ready is None else dialect.in_gluon(ready),
             "GROUP_OF": dialect.in_gluon(self.a.group_of()) if p.ragged == "rows" else None,
             "GIVEN": given,
@@ -231,7 +233,7 @@ class AnyWidthBinding(Binding):
         tiles_m, tiles_n = -(-p.M // c.block_m), -(-p.N // c.block_n)
         if p.ragged == "rows":
             return tiles_n
-        if self.has_edges:
+        if self.edges is not None:
             return self.work.programs
         return tiles_m * tiles_n if p.batch or p.ragged else self.work.cut
 
@@ -271,7 +273,7 @@ class AnyWidthBinding(Binding):
         workspace = None if self.split is None else self.workspace(out.device)
         tiles_m, tiles_n, band = -(-p.M // c.block_m), -(-p.N // c.block_n), self.band
         units, edge = whole + cut, tile.y
-        if self.has_edges and (edges := Edges.of(p, c, np.asarray(p.M))).width:
+        if (edges := self.edges) is not None and edges.width:
             tiles_m, tiles_n, edge = tiles_m - c.swap, tiles_n - (not c.swap), int(edges.width)
             whole, programs = tiles_m * tiles_n, self.work.programs
             units = (whole // programs + int(edges.turns)) * programs

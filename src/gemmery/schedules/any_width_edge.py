@@ -30,6 +30,8 @@ FIXED = 0.55
 class Edges(NamedTuple):
     """The edge tiles of a launch, or of each config of a space.
 
+    The others mean nothing where `width` is 0.
+
     Attributes:
         width: columns of an edge tile that are multiplied; 0 if there are no edge tiles.
         turns: edge tiles of a program, at most.
@@ -41,14 +43,14 @@ class Edges(NamedTuple):
     waves: Floats
 
     @classmethod
-    def of(cls, problem: Problem, columns: Config | Space, rows: Floats) -> Edges:
+    def of(cls, problem: Problem, config: Config | Space, rows: Floats) -> Edges:
         """The edge tiles of tiles that warpgroups share, where they save time.
 
         Args:
             rows: of A.
         """
-        p, c, programs = problem, columns, problem.device.sms
-        if not has_edges(p):
+        p, c, programs = problem, config, problem.device.sms
+        if not may_have_edges(p):
             return cls(np.asarray(0), np.asarray(0), np.asarray(0.0))
         rows = np.asarray(rows, int)
         x, y = np.where(c.swap, c.block_n, c.block_m), np.where(c.swap, c.block_m, c.block_n)
@@ -57,33 +59,33 @@ class Edges(NamedTuple):
         each = _each(p, c)
         left = y_rows - (tiles_y - 1) * y
         width = np.maximum(-(-left // each) * each, PART)
-        turn, more = np.divmod(tiles_x * (tiles_y - 1), programs)
+        full, more = np.divmod(tiles_x * (tiles_y - 1), programs)
         turns = -(-tiles_x // (programs - more))
-        waves = turn + np.maximum(more > 0, turns * (FIXED + (1 - FIXED) * width / y))
+        waves = full + np.maximum(more > 0, turns * (FIXED + (1 - FIXED) * width / y))
         saves = waves < -(-tiles_x * tiles_y // programs)
-        counted = (turn + turns) * programs <= MOST_UNITS
-        there = (c.split_k == 1) & (turn > 0) & (width < y) & saves & counted
+        counted = (full + turns) * programs <= MOST_UNITS
+        there = (c.split_k == 1) & (full > 0) & (width < y) & saves & counted
         return cls(np.where(there, width, 0), turns, waves)
 
 
-def has_edges(problem: Problem) -> bool:
+def may_have_edges(problem: Problem) -> bool:
     """Whether launches for a problem may have edge tiles: of plain matrices, with a kernel for all widths.
 
-    Where each step's sum has registers of its own, ptxas would spill some in the K loop.
+    Accurate fp8 has none, since ptxas would spill registers in its K loop. For fp8 with scales along K it does not.
     """
     p = problem
     is_plain = type(p.a) in (Dense, Scaled) and not p.batch and not p.ragged
     return is_plain and rules_of(p.b.staged).shared is None and numbers_for(p) is not PROMOTED
 
 
-def _each(problem: Problem, columns: Config | Space) -> Ints:
+def _each(problem: Problem, config: Config | Space) -> Ints:
     """The widths of which a kernel has code are multiples of this."""
-    p, c, forms = problem, columns, Forms.of(problem)
+    p, c, forms = problem, config, Forms.of(problem)
     x, groups = np.where(c.swap, c.block_n, c.block_m), np.asarray(c.num_warps) // 4
     each = each_of(own_rows(x, groups), groups, rules_of(p.b.staged), numbers_for(p))
     # A weight that has a `Stage` is always X.
-    of_y = (EACH.get(forms_of(swap, forms)[1], 1) for swap in (True, False))
-    return np.asarray(np.maximum(each, np.where(c.swap, *of_y)))
+    swapped, plain = (EACH.get(forms_of(swap, forms)[1], 1) for swap in (True, False))
+    return np.asarray(np.maximum(each, np.where(c.swap, swapped, plain)))
 
 
 def walk(problem: Problem, config: Config, band: int, edges: Edges) -> Walk:
@@ -99,16 +101,15 @@ def walk(problem: Problem, config: Config, band: int, edges: Edges) -> Walk:
         edge * (c.block_n if c.swap else c.block_m),
         np.full_like(edge, (p.M if c.swap else p.N) - width),
     )
-    last = (along_y, along_x) if c.swap else (along_x, along_y)
+    corners = (along_y, along_x) if c.swap else (along_x, along_y)
     sizes = (width, c.block_n) if c.swap else (c.block_m, width)
-    every = np.ones(len(whole) + len(edge), int)
 
     def both(first: Ints | int, then: Ints | int) -> Ints:
         return np.concatenate([np.broadcast_to(first, whole.shape), np.broadcast_to(then, edge.shape)])
 
     return Walk(
         programs, programs, program=both(program, own + len(whole) % programs),
-        turn=both(turn, later + len(whole) // programs), batch=0 * every,
-        row=both(row * c.block_m, last[0]), col=both(col * c.block_n, last[1]), rows=both(c.block_m, sizes[0]),
-        cols=both(c.block_n, sizes[1]), first_k=0 * every, last_k=p.K * every, step=c.block_k * every,
+        turn=both(turn, later + len(whole) // programs), batch=both(0, 0),
+        row=both(row * c.block_m, corners[0]), col=both(col * c.block_n, corners[1]), rows=both(c.block_m, sizes[0]),
+        cols=both(c.block_n, sizes[1]), first_k=both(0, 0), last_k=both(p.K, p.K), step=both(c.block_k, c.block_k),
     )  # fmt: skip
