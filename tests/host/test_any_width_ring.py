@@ -1016,8 +1016,8 @@ CASES = [
 ]
 
 
-#: Groups, rows of X, width, stages, sizes, forms, scales, format and columns of edge tiles. Of three programs number 1
-#: has as many edge tiles as another, one more, one less, as many as both; and in the last case none.
+#: Warpgroups, rows of X, width, stages, sizes, forms, scales, format, and the width of an edge tile. The emulated
+#: program has no edge tile in the last case, and at least one in the others.
 EDGES = [
     (2, 128, 128, 4, (500, 572, 330), ("rows", "rows"), False, None, 64),
     (1, 64, 104, 3, (290, 250, 200), ("rows", "rows"), False, None, 72),

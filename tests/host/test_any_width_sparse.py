@@ -160,6 +160,21 @@ def rows_of_x(bits, paired, count):
     return np.pad(found, ((0, count - found.shape[0]), (0, -found.shape[1] % 128)))
 
 
+def launched(problem, weight, text, direct):
+    """A binding, its kernel's arguments by name, and the tensor maps of X and its metadata by parameter."""
+    binding = schedules.bind(problem, Config.of(text))
+    tensors, numbers = samples.arguments(problem, "cpu")
+    tensors = tensors[0], weight.values, weight.metadata, *tensors[3:]
+    made = (binding.direct_arguments if direct else binding.arguments)(tensors, numbers)
+    given = dict(zip(binding.kernel.arg_names, made, strict=False))
+    places = any_width_load.maps_of(binding.forms[0], "rows", format_of(binding.constants["FORMAT"]))
+    maps = {
+        f"gemm_any_width_param_{number}": given[name]
+        for number, name in ((places.x, "x"), (places.params[0], "scales"))
+    }
+    return binding, given, maps
+
+
 CASES = [
     # N, K, whether it is in two halves, and a config: 64, 128 and 192 rows of X, and 128 rows for each warpgroup.
     (104, 104, False, "80x64x64-g8-w4-s4-cooperative-descriptor-swap"),
@@ -208,22 +223,13 @@ def test_threads_have_the_metadata_that_their_products_read(case, direct):
         x, weight.to("meta"), H200, epilogue=epilogues.swiglu if paired else None,
         options=Options(fast_accum=True),
     )  # fmt: skip
-    binding = schedules.bind(problem, Config.of(text))
-    tensors, numbers = samples.arguments(problem, "cpu")
-    tensors = tensors[0], weight.values, weight.metadata, *tensors[3:]
-    made = (binding.direct_arguments if direct else binding.arguments)(tensors, numbers)
-    given = dict(zip(binding.kernel.arg_names, made, strict=False))
+    binding, given, maps = launched(problem, weight, text, direct)
     tile, format, form = binding.tile, format_of(binding.constants["FORMAT"]), binding.forms[0]
     assert form == ("sparse pairs" if paired else "sparse")
     assert (format, tile.y) == (SparseStage(paired=paired, fp8=fp8, wide=wide), WIDTH)
     # The assembly's matrix descriptors say how the numbers are swizzled; words are not.
     assert given["x"].layout.swizzle_byte_width == (128 if wide else 64)
     assert given["scales"].layout.swizzle_byte_width == 0
-    places = any_width_load.maps_of(form, "rows", format)
-    maps = {
-        f"gemm_any_width_param_{number}": given[name]
-        for number, name in ((places.x, "x"), (places.params[0], "scales"))
-    }
     load = loading(format, form, tile.x)
     first_rows = [min(first, tile.x - tile.own) for first in range(0, tile.x, tile.own)]
     takes = [taking(format, tile.x, first, tile.own // 64) for first in first_rows]
@@ -300,19 +306,11 @@ def test_threads_have_the_numbers_of_8_bits_that_their_products_read(case):
     weight = quantize(sparsify(torch.randn(N, K, generator=generator).to(torch.bfloat16)), "e4m3")
     x = torch.empty(100, K, dtype=torch.bfloat16, device="meta")
     problem = linear_problem(x, weight.to("meta"), H200, epilogue=epilogues.swiglu if paired else None)
-    binding = schedules.bind(problem, Config.of(text))
-    tensors, numbers = samples.arguments(problem, "cpu")
-    tensors = tensors[0], weight.values, weight.metadata, *tensors[3:]
-    given = dict(zip(binding.kernel.arg_names, binding.direct_arguments(tensors, numbers), strict=False))
+    binding, given, maps = launched(problem, weight, text, True)
     tile, format, form = binding.tile, format_of(binding.constants["FORMAT"]), binding.forms[0]
     assert format == SparseStage("e4m3", paired, wide="x128-g8" in text)
     size = format.words // 16
     assert given["x"].layout.swizzle_byte_width == (64 if size == 64 else 0)
-    places = any_width_load.maps_of(form, "rows", format)
-    maps = {
-        f"gemm_any_width_param_{number}": given[name]
-        for number, name in ((places.x, "x"), (places.params[0], "scales"))
-    }
     load = loading(format, form, tile.x)
     whole = rows_of_x(
         weight.values.view(torch.int8).reshape(-1, weight.values.shape[-1]), paired, N + 2 * tile.x

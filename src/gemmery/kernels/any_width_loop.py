@@ -38,10 +38,13 @@ def x_bytes_of(rows, FORMAT):
 @gluon.constexpr_function
 def step_of(KIND, FORMAT):
     """Elements along K of a stage."""
-    # The second field is `SparseStage.bits`, which is larger in a long step.
-    form = ("" if FORMAT is None else FORMAT).split("/") + ["", ""]  # noqa: RUF005
-    is_long = form[0] == "2:4" and form[1] == ("8" if form[2] else "16")
-    return 64 if "16" in KIND and not is_long else 128
+    if "16" not in KIND:
+        return 128
+    if FORMAT is None or not FORMAT.startswith("2:4/"):
+        return 64
+    # The bits are `SparseStage.bits`, which are more in a long step.
+    _, bits, code, *_ = FORMAT.split("/")
+    return 128 if bits == ("8" if code else "16") else 64
 
 
 #: Assembly that waits, each thread on its own, until the phase of this parity of a barrier is complete. Before Gluon's

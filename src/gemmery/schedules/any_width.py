@@ -299,7 +299,7 @@ class Cooperative(AnyWidth):
         if config.split_k > 1:
             return ["what fills no last wave is cut along K"]
         edges = Edges.of(problem, config, np.asarray(problem.M))
-        return [f"{edges.width} columns of edge tiles are multiplied"] if edges.width else []
+        return [f"edge tiles multiply {edges.width} columns"] if edges.width else []
 
     def walk(self, problem: Problem, config: Config) -> Walk:
         edges = Edges.of(problem, config, np.asarray(problem.M))

@@ -190,7 +190,7 @@ class Tile(NamedTuple):
         return min(256, most * 128 // self.own)
 
     def each_of(self, rules: Rules, numbers: Numbers | None = None) -> int:
-        """What widths are multiples of, see `each_of`."""
+        """The number that divides all widths of this tile, see `each_of`."""
         return int(each_of(self.own, self.groups, rules, numbers))
 
     def widths(self, stage: Stage | None, of_y: Form, numbers: Numbers | None) -> tuple[int, ...]:
@@ -262,7 +262,7 @@ class Tile(NamedTuple):
 
 
 def each_of(own: Any, groups: Any, rules: Rules, numbers: Numbers | None = None) -> Any:
-    """What the widths of tiles are multiples of; of one tile, or of arrays.
+    """The number that divides all widths of a tile, or an array of such numbers.
 
     A kernel has code for each width, and more code takes longer to compile.
 
