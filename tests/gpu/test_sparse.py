@@ -74,6 +74,14 @@ KINDS = {"": "sparse", "e4m3": "sparse8", "int4/32": "sparse4", "int4/128": "spa
 TILES = [(code, tile) for code, kind in KINDS.items() for tile in tiles_of(FAMILY, kind)]
 
 
+def with_parts(tile, random):
+    """The tile's config, in two parts if it is a cluster's, which has no fewer, and perhaps if it may have parts."""
+    config = tile.config
+    if config.schedule == "cluster" or (tile.splits and random.random() < 0.5):
+        return replace(config, split_k=2)
+    return config
+
+
 @pytest.mark.parametrize("code, tile", TILES, ids=lambda x: x if isinstance(x, str) else str(x.config))
 def test_every_tile(code, tile):
     random = rng("sparse tile", code, str(tile.config))
@@ -83,9 +91,7 @@ def test_every_tile(code, tile):
     n, k = size(32 * random.randint(4, 40)), size(32 * random.randint(4, 40))
     x, w = values((m, k), torch.bfloat16), weight(n, k, torch.bfloat16, code=code)
     want = wide(x) @ full(w).T
-    config = tile.config
-    if tile.splits and random.random() < 0.5:
-        config = replace(config, split_k=2)
+    config = with_parts(tile, random)
     out = torch.full((m, n), math.nan, dtype=torch.bfloat16, device=DEVICE)
     gemmery.linear(x, w, out=out, config=config)
     assert_right(out, x, w, want)
@@ -128,9 +134,7 @@ def test_every_tile_of_fp8(tile, fast):
     m = size(tile.config.block_m * random.choice((1, 2)) + random.choice((0, 3)))
     n, k = size(32 * random.randint(4, 40)), size(128 * random.randint(2, 20))
     x, w, want = fp8_operands(m, n, k)
-    config = tile.config
-    if tile.splits and random.random() < 0.5:
-        config = replace(config, split_k=2)
+    config = with_parts(tile, random)
     out = torch.full((m, n), math.nan, dtype=torch.bfloat16, device=DEVICE)
     gemmery.scaled_matmul(x, w, out=out, fast_accum=fast, config=config)
     assert relative(out, want) <= 1.05 * relative(want.to(out.dtype), want) + FP8_ERRORS[fast]
