@@ -68,6 +68,8 @@ def test_every_target(target):
         (ranges_problem, "128x192x64-g0-w8-s4-cooperative-descriptor"),
         (ranges_problem, "192x128x64-g0-w8-s4-cooperative-descriptor-swap"),
         (ranges_problem, "192x192x64-g0-w12-s4-cooperative-descriptor"),
+        (grouped_problem, "128x192x64-g0-w8-s4-pingpong-descriptor"),
+        (ranges_problem, "128x192x64-g0-w8-s4-pingpong-descriptor"),
     ],
 )
 def test_tiles_of_any_width(make, text):
@@ -85,9 +87,3 @@ def test_ranges_that_are_cut(target):
     with strictly_for(target):
         compiled = schedules.bind(problem, config).compile(*arguments(problem, "meta"))
     assert usage(compiled).spilled == 0
-
-
-def test_warpgroups_take_no_turns_in_ranges():
-    config = Config.of("128x128x64-g0-w8-s4-pingpong-descriptor")
-    problem = ranges_problem(8192, 32, 2048, 1024, device=device_of("sm_90"))
-    assert "ranges of K differ" in (schedules.of(config.schedule).refusal(problem, config) or "")

@@ -69,7 +69,7 @@ def test_rows_are_configs_that_fit():
         stages = config.num_stages * (tile.x + tile.y) * 128
         assert stages <= tile.ring_rows * 128 <= H200.target.shared - any_width_tile.BARRIERS - stored
         assert tile.y >= tile.part
-        assert tile.y <= tile.widest()
+        assert tile.y <= tile.widest(any_width_tile.PLAIN)
 
 
 @pytest.mark.parametrize("layout", ["NT", "NN", "TN", "TT"])
@@ -761,7 +761,7 @@ def test_parts_of_large_tiles_are_as_many_as_the_ring_holds():
 def test_the_ring_has_room_for_both_results_of_a_tile():
     for config in ROWS:
         tile = tile_of(config)
-        for y in range(tile.part, tile.widest() + 1, tile.each_of(RULES[""])):
+        for y in range(tile.part, tile.widest(any_width_tile.PLAIN) + 1, tile.each_of(RULES[""])):
             of_width = tile._replace(y=y)
             parts = -(-y // of_width.part) * tile.x // 64
             assert 2 * parts <= of_width.ring_rows // of_width.part, (str(config), y)

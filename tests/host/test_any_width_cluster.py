@@ -22,7 +22,7 @@ from gemmery.kernels.dialect import value_of
 from gemmery.lab.abstract import abstract_problem, linear_problem
 from gemmery.lab.fused_targets import abstract_sparse, grouped_problem, ranges_problem
 from gemmery.schedules import any_width_cost, cluster_launch
-from gemmery.schedules.any_width_tile import CLUSTER_PART, MOST_STAGES, RULES, Tile, x_bytes
+from gemmery.schedules.any_width_tile import CLUSTER_PART, MOST_STAGES, PLAIN, RULES, Tile, x_bytes
 from gemmery.schedules.base import Forms
 from gemmery.schedules.cluster import CLUSTER
 from gemmery.schedules.walk import divisor
@@ -288,7 +288,7 @@ SIZES = [
     for sizes in ((64, 1, 64), (96, 2, 64), (128, 2, 64), (128, 1, 128), (192, 3, 64), (256, 2, 128))
     for width in (16, 24, 32, 40, 64, 80, 96, 104, 112, 128, 144)
     if Tile(*sizes[:1], width, *sizes[1:], clustered=True).most_stages() >= 2
-    and width <= Tile(*sizes[:1], width, *sizes[1:]).widest()
+    and width <= Tile(*sizes[:1], width, *sizes[1:]).widest(PLAIN)
     and width % Tile(*sizes[:1], width, *sizes[1:]).each_of(RULES[""]) == 0
 ]
 

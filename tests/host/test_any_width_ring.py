@@ -660,6 +660,7 @@ def kernel(machine, number, programs, groups, threads, boxes, forms, streams, sc
         "unused",
         "placed",
         "corner",
+        "steps_at",
         "sum_steps",
         "produce",
         "heads_of",
@@ -686,6 +687,7 @@ def emulate(
     format=None,
     clustered=False,
     edge=0,
+    ranges=(),
     arrivals=0,
     waits=lambda at: True,
     edit=lambda text: text,
@@ -703,6 +705,7 @@ def emulate(
         format: of X, which is packed.
         clustered: whether all tiles are cut, and the programs that have the parts of one are a cluster.
         edge: columns that the tiles at the end of Y multiply, which come last; 0 if all their columns.
+        ranges: of K, one for each row of tiles; () if all tiles have all of K. All tiles are whole.
         arrivals: how many more a stage waits for than there are before it is loaded again.
         waits: whether there is any waiting at a barrier.
         edit: changes the assembly.
@@ -732,6 +735,8 @@ def emulate(
         if spread and any(machine.reading[at] for at in slot_rows):
             raise Wrong("the ring is read when it has become slots")
         first_k, last_k = (0, K) if cut is None or cut[0] is False else cut
+        if ranges:
+            first_k, last_k = ranges[row // x_rows]
         # Rows of the second matrix of a batch have large numbers.
         row, col = (each + MATRIX * shape[2] for each in (row, col))
         for step, found in enumerate(acc):
@@ -777,6 +782,7 @@ def emulate(
     stood_in = {
         "finish_tile": finish_tile, "combine": combine, "scales_of": scales_of, "finish_in_cluster": finish_in_cluster,
         "arrive_in_cluster": lambda: met.append(threading.get_ident()),
+        "in_ranges": lambda x_form, y_form: bool(ranges), "in_order": lambda unit, state, table: unit,
     } | changes  # fmt: skip
     stage_format, is_sparse = any_width_loop.format_of(format), forms[0].startswith("sparse")
     step_size = STEP if stage_format is None else stage_format.step
@@ -812,7 +818,7 @@ def emulate(
         number = min(unit, whole) + max(unit - whole, 0) // parts
         matrix, number = divmod(number, each)
         row, col = number // across * rows, number % across * cols
-        return matrix, row, col, shape[0], *part_of(unit)
+        return matrix, row, col, shape[0], *(ranges[number // across] if ranges else part_of(unit))
 
     last = divisor(programs if edge else parts)
     state, tile = (units, whole, parts, part_k, down, across, (1, 1, 1, last)), (width, 8, edge)
@@ -836,7 +842,7 @@ def emulate(
     )
 
     def first():
-        return names["corner"](1, (), state, sizes, tile, place, False, x_rows, False, *forms)
+        return names["corner"](1, ("the order of ranges",), state, sizes, tile, place, False, x_rows, False, *forms)
 
     def wait_for_roles():
         machine.pause(lambda: begun)
@@ -1037,6 +1043,21 @@ def test_edge_tiles(case):
             seed, groups, x_rows, width, stages, False, sizes, 1, forms, scaled, scaled, format, edge=edge
         )
         assert bool(edges) == (case is not EDGES[-1])
+
+
+#: Rows of tiles whose ranges of K have 1 to 6 steps.
+RANGES = [(0, 1), (64, 384), (384, 448), (448, 800), (800, 928), (928, 992), (992, 1200)]
+
+
+@pytest.mark.parametrize("takes_turns", (False, True))
+def test_ranges_of_different_lengths(takes_turns):
+    for seed in range(3):
+        x_rows, tiles = (64, 3) if takes_turns else (128, 2)
+        sizes = (len(RANGES) * x_rows, tiles * 72, RANGES[-1][1])
+        emulate(seed, 2, x_rows, 72, 4, takes_turns, sizes, ranges=RANGES)
+    if takes_turns:
+        with pytest.raises(Wrong):
+            emulate(0, 2, x_rows, 72, 4, takes_turns, sizes, ranges=RANGES, steps_at=lambda *given: 4)
 
 
 @pytest.mark.sampled(3)

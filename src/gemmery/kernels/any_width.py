@@ -206,6 +206,22 @@ def corner(
 
 
 @gluon.jit
+def steps_at(
+    unit, units, known, state, shape, tile, PLACE: gl.constexpr, X_ROWS: gl.constexpr, STEP: gl.constexpr,
+    SWAP: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr,
+):  # fmt: skip
+    """The steps of a unit that another warpgroup has; any number if there is no such unit."""
+    if in_ranges(X_FORM, Y_FORM):
+        unit = gl.minimum(unit, units - 1)
+        _, _, _, first_k, last_k, _, _ = corner(
+            unit, known, state, shape, tile, PLACE, False, X_ROWS, SWAP, X_FORM, Y_FORM
+        )
+        return gl.cdiv(last_k - first_k, STEP)
+    else:
+        return gl.cdiv(shape[2], STEP)
+
+
+@gluon.jit
 def placed(
     unit, known, state, shape, ROWS, COLS, band_m, PLACE: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr
 ):  # fmt: skip
@@ -375,12 +391,12 @@ def consume(
     own = gl.program_id(0)
     programs = gl.num_programs(0)
     every = programs
-    steps = gl.cdiv(shape[2], step_of(KIND, FORMAT))
+    STEP: gl.constexpr = step_of(KIND, FORMAT)
     if PINGPONG:
         own += GROUP * every
         every *= 2
         if GROUP == 1:
-            stage, phase = later(stage, phase, steps, ring)
+            stage, phase = later(stage, phase, gl.cdiv(first[4] - first[3], STEP), ring)
     if own >= units:
         mbarrier.arrive(unused(ring))
     row, col, end, first_k, last_k, batch, known = first
@@ -417,7 +433,7 @@ def consume(
         scales = ()
         if EVERY is not None:
             scales = scales_of(step_args, row + FIRST, col, (end, shape[1]), first_k, EVERY[0], EVERY[1])
-        own_steps = gl.cdiv(last_k - first_k, step_of(KIND, FORMAT))
+        own_steps = gl.cdiv(last_k - first_k, STEP)
         acc = sum_steps(
             (heads[0], heads[1] + 8 * skipped), ring, own_steps, stage, phase, tile[0], width,
             turn_at(1 - GROUP, BARRIERS_AT), scales, KIND, PROMOTES, X_ROWS, FIRST, OWN, WIDTHS, PART, FORMAT, X_FORM,
@@ -472,7 +488,9 @@ def consume(
                     taken += total
         if PINGPONG:
             # The stages of the tile between are the other warpgroup's.
-            own_steps += steps
+            own_steps += steps_at(
+                unit + programs, units, known, state, shape, tile, PLACE, X_ROWS, STEP, SWAP, X_FORM, Y_FORM
+            )
         stage, phase = later(stage, phase, own_steps, ring)
         # The next tile's corner. If it were computed just before the K loop, it would take registers in the loop.
         if unit + every < units:

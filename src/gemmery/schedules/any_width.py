@@ -149,7 +149,8 @@ class AnyWidth(PersistentStatic):
     def code(self, config: Config, forms: Forms) -> object:
         tile = self.tile(config)
         # Here kernels differ by their widths. Promoted or scaled fp8 has fewer of them.
-        widths = tile.widths(forms.packed, forms_of(config.swap, forms)[1], None)
+        numbers = rules_of(forms.packed).numbers
+        widths = tile.widths(forms.packed, forms_of(config.swap, forms)[1], numbers)
         return config.swap, config.block_k, tile.x, tile.groups, widths
 
     def check_sizes(self, config: Config) -> None:
@@ -241,8 +242,6 @@ class AnyWidth(PersistentStatic):
             return f"warpgroups can share rows of {', '.join(SHARING)}"
         if (forms.batched or forms.ragged) and c.split_k > 1:
             return "tiles of a batch are not cut along K"
-        if forms.ragged == "k" and self.takes_turns:
-            return "warpgroups take turns where all tiles have as many steps; ranges of K differ"
         if c.split_k > tile.most_parts:
             return f"the ring has room for the partial sums of {tile.most_parts} parts; given {c.split_k}"
         if tile.y % EACH[y_form]:

@@ -32,9 +32,6 @@ PART, CLUSTER_PART = 64, 16
 SHARED, BARRIERS = ARCHS["sm_90"].shared, 1024
 #: The most stages that are useful.
 MOST_STAGES = 12
-#: By the number of warpgroups: numbers of the accumulator that a thread has registers for; and those of a warpgroup
-#: that takes turns.
-ACCUMULATORS, IN_TURNS = {1: 128, 2: 160, 3: 96}, 144
 #: The widths that share a kernel where X is a packed weight and each warpgroup has 64 rows of it, by the number of
 #: warpgroups. The more widths a kernel has, the more often its products wait for each other, see `waits_for_each`.
 PACKED_WIDTHS = {
@@ -80,15 +77,21 @@ class Numbers(NamedTuple):
 
     Attributes:
         by_groups: by the number of warpgroups, numbers of an accumulator that a thread may have.
+        in_turns: the same of a warpgroup that takes turns.
         each: widths are multiples of this power of two, too.
     """
 
     by_groups: dict[int, int]
+    in_turns: int = 0
     each: int = 1
 
 
+#: Of plain matrices of 16 bits and of 8 bits. The latter have scales, for which registers would spill.
+PLAIN = Numbers({1: 128, 2: 160, 3: 96}, in_turns=192)
+PLAIN8 = PLAIN._replace(in_turns=144)
 #: If a step's sum takes as many registers again, and if there are also scales, which 16 columns share.
-PROMOTED, SCALED = Numbers({1: 96, 2: 88, 3: 64}), Numbers({1: 88, 2: 80, 3: 48}, each=16)
+PROMOTED = Numbers({1: 96, 2: 88, 3: 64}, in_turns=88)
+SCALED = Numbers({1: 88, 2: 80, 3: 48}, in_turns=80, each=16)
 
 
 class Rules(NamedTuple):
@@ -96,7 +99,7 @@ class Rules(NamedTuple):
 
     Attributes:
         name, about: X in messages, if it is not a plain matrix.
-        numbers: the accumulators; None for `ACCUMULATORS` and `IN_TURNS`.
+        numbers: the accumulators.
         each: widths are multiples of it with one or two warpgroups; None for those of `each_of`.
         own: the most rows of X of a warpgroup.
         shared: by the number of warpgroups, the widths that share a kernel where each of them has 64 rows; others have
@@ -109,7 +112,7 @@ class Rules(NamedTuple):
 
     name: str = ""
     about: str = ""
-    numbers: Numbers | None = None
+    numbers: Numbers = PLAIN
     each: int | None = None
     own: int = 2 * ROWS
     shared: dict[int, tuple[range, ...]] | None = None
@@ -130,7 +133,7 @@ RULES = {
     "packed": Rules(
         "packed",
         "a packed weight",
-        numbers=Numbers({1: 128, 2: 144, 3: 96}),
+        numbers=Numbers({1: 128, 2: 144, 3: 96}, in_turns=144),
         shared=PACKED_WIDTHS,
         has_second=False,
     ),
@@ -177,23 +180,21 @@ class Tile(NamedTuple):
         """Rows of X that are multiplied, of which two warpgroups may share some."""
         return self.x if self.own == self.x else self.groups * self.own
 
-    def widest(self, numbers: Numbers | None = None) -> int:
+    def widest(self, numbers: Numbers) -> int:
         """The largest width that a kernel for this X has registers for.
 
         Args:
             numbers: see `numbers_for`.
         """
-        if numbers is not None:
-            most = numbers.by_groups[self.groups]
-        else:
-            most = ACCUMULATORS[self.groups] if self.own < self.x or self.groups == 1 else IN_TURNS
+        takes_turns = self.own == self.x and self.groups > 1
+        most = numbers.in_turns if takes_turns else numbers.by_groups[self.groups]
         return min(256, most * 128 // self.own)
 
     def each_of(self, rules: Rules, numbers: Numbers | None = None) -> int:
         """The number that divides all widths of this tile, see `each_of`."""
         return int(each_of(self.own, self.groups, rules, numbers))
 
-    def widths(self, stage: Stage | None, of_y: Form, numbers: Numbers | None) -> tuple[int, ...]:
+    def widths(self, stage: Stage | None, of_y: Form, numbers: Numbers) -> tuple[int, ...]:
         """The widths that this tile's kernel has code for; its own is among them.
 
         Args:
@@ -291,10 +292,12 @@ def forms_of(swap: bool, forms: Forms) -> tuple[Form, Form]:
     return (b, a) if swap else (a, b)
 
 
-def numbers_for(problem: Problem) -> Numbers | None:
-    """The accumulators of a problem's kernels; None for the usual ones."""
+def numbers_for(problem: Problem) -> Numbers:
+    """The accumulators of a problem's kernels."""
     if problem.b.by_steps or promotes(problem):
         return SCALED if problem.b.by_steps else PROMOTED
+    if problem.b.staged is None and problem.a.dtype.itemsize == 1:
+        return PLAIN8
     return rules_of(problem.b.staged).numbers
 
 

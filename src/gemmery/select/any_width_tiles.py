@@ -13,7 +13,7 @@ from ..kernels.any_width_packed import STEP, StageFormat
 from ..kernels.any_width_sparse import SparseStage
 from ..kernels.any_width_stage import Stage
 from ..schedules.any_width import COOPERATIVE, PINGPONG
-from ..schedules.any_width_tile import PART, PROMOTED, ROW, ROWS, SCALED, Numbers, Tile, rules_of
+from ..schedules.any_width_tile import PART, PLAIN, PLAIN8, PROMOTED, ROW, ROWS, SCALED, Numbers, Tile, rules_of
 from ..schedules.cluster import CLUSTER
 
 #: Rows of X, warpgroups, and rows of X of each.
@@ -82,7 +82,7 @@ SPARSE_FP8 = Offer((SparseStage(fp8=True),), _SMALL, narrow=True)
 SPARSE_FP8_ACCURATE = SPARSE_FP8._replace(numbers=PROMOTED)
 
 
-def _rows(sizes: Sizes, step: int, numbers: Numbers | None, offer: Offer | None = None) -> list[str]:
+def _rows(sizes: Sizes, step: int, numbers: Numbers, offer: Offer | None = None) -> list[str]:
     """The rows of tiles of these sizes, with as many stages as fit.
 
     Args:
@@ -103,7 +103,7 @@ def _rows(sizes: Sizes, step: int, numbers: Numbers | None, offer: Offer | None 
     return lines
 
 
-def _widths(tile: Tile, numbers: Numbers | None, offer: Offer | None) -> range:
+def _widths(tile: Tile, numbers: Numbers, offer: Offer | None) -> range:
     """The widths of tiles with this many rows of X."""
     if offer is None:
         return range(PART, tile.widest(numbers) + 1, tile.each_of(rules_of(None), numbers))
@@ -111,7 +111,7 @@ def _widths(tile: Tile, numbers: Numbers | None, offer: Offer | None) -> range:
     return range(PART, widest + 1, offer.each or tile.each_of(rules_of(offer.stages[0])))
 
 
-def _narrow(step: int, numbers: Numbers | None, stage: Stage | None = None) -> list[str]:
+def _narrow(step: int, numbers: Numbers, stage: Stage | None = None) -> list[str]:
     """The rows of narrow tiles.
 
     Args:
@@ -127,7 +127,7 @@ def _narrow(step: int, numbers: Numbers | None, stage: Stage | None = None) -> l
     return lines
 
 
-def _clusters(step: int, numbers: Numbers | None, stage: Stage | None = None) -> list[str]:
+def _clusters(step: int, numbers: Numbers, stage: Stage | None = None) -> list[str]:
     """The rows of tiles for clusters.
 
     Args:
@@ -151,9 +151,10 @@ def rows(item: int, numbers: Numbers | None = None) -> dict[tuple[str, str], str
 
     Args:
         item: bytes of an element of the operands.
-        numbers: see `schedules.any_width_tile.numbers_for`.
+        numbers: see `schedules.any_width_tile.numbers_for`; None for the usual ones.
     """
     step = ROW // item
+    numbers = numbers or (PLAIN if item > 1 else PLAIN8)
     # With 16-bit operands they give the bits of other schedules, as was measured; fp8 was not measured.
     apart = "" if item > 1 else " apart"
     shared = [*_rows(SHARED_TILES, step, numbers), *_narrow(step, numbers)]
