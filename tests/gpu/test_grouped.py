@@ -49,6 +49,8 @@ CONFIGS = [
     None,
     "128x192x64-g0-w8-s4-cooperative-descriptor",
     "64x256x64-g0-w8-s4-pingpong-descriptor",
+    "128x192x64-g0-w8-s4-pingpong-descriptor",
+    "176x128x64-g0-w8-s5-pingpong-descriptor-swap",
     "192x160x64-g0-w12-s4-cooperative-descriptor",
     "104x128x64-g0-w8-s4-cooperative-descriptor-swap",
     "16x128x64-g0-w8-s6-cooperative-descriptor-swap",
@@ -63,6 +65,8 @@ RANGES = [
     "128x192x64-g0-w8-s4-cooperative-descriptor",
     "192x128x64-g0-w8-s4-cooperative-descriptor-swap",
     "64x128x64-g0-w4-s4-cooperative-descriptor",
+    "128x192x64-g0-w8-s4-pingpong-descriptor",
+    "192x128x64-g0-w8-s4-pingpong-descriptor-swap",
     "64x64x64-g8-w4-s3-tile-pointer",
     "64x128x32-g8-w4-s3-tile-pointer-k3",
     "128x128x64-g8-w8-s3-tile-pointer/2-k8-swap",
@@ -101,7 +105,7 @@ def test_groups_of_rows(config, groups, how, seeded):
 def test_ranges_of_k(config, groups, how, seeded):
     rows, behind = seeded.choice([1, 77, size(1500)]), seeded.choice([0, 3, 150])
     M, N = 16 * seeded.randrange(1, 20), 16 * seeded.randrange(1, 20)
-    if config is not None and "cooperative" in config:
+    if config is not None and "descriptor" in config:
         usable(config, grouped_problem(rows, groups, M, M, device=current(torch.device(DEVICE))))
     offs = ends_of(random_counts(seeded, rows, groups, how), DEVICE)
     a, b = values((rows + behind, M), BF16), values((rows + behind, N), BF16)

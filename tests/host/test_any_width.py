@@ -178,7 +178,7 @@ def test_parts_of_tiles_with_shared_rows_have_memory_for_all_warpgroups(text, ro
         ("128x172x64-g8-w8-s4-cooperative-descriptor", "multiple of 8 from 16 to 256"),
         ("256x184x64-g8-w8-s3-cooperative-descriptor", "multiple of 8 from 16 to 176"),
         ("192x200x64-g8-w12-s3-cooperative-descriptor", "multiple of 8 from 16 to 192"),
-        ("128x160x64-g8-w8-s4-pingpong-descriptor", "multiple of 16 from 16 to 144"),
+        ("128x208x64-g8-w8-s4-pingpong-descriptor", "multiple of 16 from 16 to 192"),
         ("128x8x64-g8-w8-s4-cooperative-descriptor", "multiple of 8 from 16"),
         ("80x128x64-g8-w8-s4-cooperative-descriptor", "64 or 128 rows for each warpgroup"),
         ("96x128x64-g8-w12-s4-cooperative-descriptor", "64 or 128 rows for each warpgroup"),

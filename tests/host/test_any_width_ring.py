@@ -842,7 +842,9 @@ def emulate(
     )
 
     def first():
-        return names["corner"](1, ("the order of ranges",), state, sizes, tile, place, False, x_rows, False, *forms)
+        return names["corner"](
+            1, ("the order of ranges",), state, sizes, tile, place, False, x_rows, False, *forms
+        )
 
     def wait_for_roles():
         machine.pause(lambda: begun)

@@ -197,6 +197,8 @@ class AnyWidth(PersistentStatic):
         if p.b.by_steps and (c.swap or self.tile(c).own != ROWS):
             return f"scales along K need {ROWS} rows for each warpgroup and no swap"
         rules, numbers = rules_of(p.b.staged), numbers_for(p)
+        if self.takes_turns and not rules.takes_turns:
+            return f"warpgroups that take turns wait too often for products with {rules.about}"
         if self.tile(c).own > rules.own:
             return f"{rules.about} needs {rules.own} rows for each warpgroup"
         widest = self.tile(c).widest(numbers)

@@ -40,8 +40,8 @@ TRACED, UNROLLED, MOST_CALLS, PROMOTED, SMALL = 0.6e-6, 2.5e-8, 64, 0.13e-6, 64 
 BESIDE = 0.7
 #: Of groups of rows: the seconds in which a program finds its group; how long the stream from memory takes beside that
 #: of a plain product; and the least area of a tile, with how much faster such tiles are than in plain products. Fitted
-#: to random products on an H200 (`looks/grouped_times-bf16.json`).
-FIND, STREAM, LARGE, FASTER = 1.2e-6, 0.88, 128 * 256, 1.25
+#: to random products on an H200 (`looks/grouped_times-bf16.json`; the last one to `looks/grouped_turns-bf16.json`).
+FIND, STREAM, LARGE, FASTER = 1.2e-6, 0.88, 128 * 256, 1.05
 #: The time of ranges of K that are cut, divided by the predicted time; measured on an H200 for 1 to 8 ranges
 #: (`looks/grouped_ranges-bf16.json`).
 CUT_RANGES = 1.3

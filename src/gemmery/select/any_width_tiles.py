@@ -13,7 +13,18 @@ from ..kernels.any_width_packed import STEP, StageFormat
 from ..kernels.any_width_sparse import SparseStage
 from ..kernels.any_width_stage import Stage
 from ..schedules.any_width import COOPERATIVE, PINGPONG
-from ..schedules.any_width_tile import PART, PLAIN, PLAIN8, PROMOTED, ROW, ROWS, SCALED, Numbers, Tile, rules_of
+from ..schedules.any_width_tile import (
+    PART,
+    PLAIN,
+    PLAIN8,
+    PROMOTED,
+    ROW,
+    ROWS,
+    SCALED,
+    Numbers,
+    Tile,
+    rules_of,
+)
 from ..schedules.cluster import CLUSTER
 
 #: Rows of X, warpgroups, and rows of X of each.
