@@ -88,7 +88,8 @@ def test_every_tile(code, tile):
     if not schedules.of(tile.config.schedule).available():
         pytest.skip("the schedule needs another Triton")
     m = size(tile.config.block_m * random.choice((1, 2)) + random.choice((0, 3)))
-    n, k = size(32 * random.randint(4, 40)), size(32 * random.randint(4, 40))
+    # More than one step of 128 columns: each program of a cluster has at least one.
+    n, k = size(32 * random.randint(4, 40)), size(32 * random.randint(5, 40))
     x, w = values((m, k), torch.bfloat16), weight(n, k, torch.bfloat16, code=code)
     want = wide(x) @ full(w).T
     config = with_parts(tile, random)
