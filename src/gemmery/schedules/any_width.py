@@ -39,6 +39,7 @@ from .any_width_tile import (
     SHARED_ROWS,
     SHARING,
     Numbers,
+    Rules,
     Tile,
     forms_of,
     numbers_for,
@@ -197,8 +198,8 @@ class AnyWidth(PersistentStatic):
         if p.b.by_steps and (c.swap or self.tile(c).own != ROWS):
             return f"scales along K need {ROWS} rows for each warpgroup and no swap"
         rules, numbers = rules_of(p.b.staged), numbers_for(p)
-        if self.takes_turns and not rules.takes_turns:
-            return f"warpgroups that take turns wait too often for products with {rules.about}"
+        if (turns := self._wait_too_often(rules)) is not None:
+            return turns
         if self.tile(c).own > rules.own:
             return f"{rules.about} needs {rules.own} rows for each warpgroup"
         widest = self.tile(c).widest(numbers)
@@ -216,6 +217,12 @@ class AnyWidth(PersistentStatic):
         if not AnyWidth.considers(self, p, np.asarray(p.M), c):
             return "a row that is added to one row may be the output itself, of which some is stored twice"
         return self._untaken(c, Forms.of(p), numbers)
+
+    def _wait_too_often(self, rules: Rules) -> str | None:
+        """The reason why warpgroups don't take turns with a kind of X; None if they can, or share tiles."""
+        if self.takes_turns and not rules.takes_turns:
+            return f"warpgroups that take turns wait too often for products with {rules.about}"
+        return None
 
     def _untaken(self, config: Config, forms: Forms, numbers: Numbers | None = None) -> str | None:
         """The reason why operands with these layouts cannot be cut into a config's tiles; None if they can.
@@ -253,8 +260,8 @@ class AnyWidth(PersistentStatic):
                 else "an operand with adjacent elements along N or M"
             )
             return f"{kind} needs a width that is a multiple of {EACH[y_form]}"
-        if self.takes_turns and not rules.takes_turns:
-            return f"warpgroups that take turns wait too often for products with {rules.about}"
+        if (turns := self._wait_too_often(rules)) is not None:
+            return turns
         if y_form == "pairs" and tile.part < LEAST_PAIRS:
             return f"a weight in two halves needs a width from {LEAST_PAIRS} on"
         return None
