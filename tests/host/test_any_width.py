@@ -816,8 +816,8 @@ def test_a_parameter_that_is_no_tensor_map_is_refused():
     [
         ("NT", "128x176x64-g8-w8-s4-cooperative-descriptor", (128, 176)),
         ("NT", "176x128x64-g8-w8-s4-cooperative-descriptor-swap", (128, 176)),
-        ("TT", "192x144x64-g8-w12-s4-cooperative-descriptor", (64, 144)),
-        ("NN", "192x128x64-g8-w12-s4-cooperative-descriptor", (192, 64)),
+        ("TT", "192x144x64-g8-w12-s4-cooperative-descriptor", (192, 144)),
+        ("NN", "192x128x64-g8-w12-s4-cooperative-descriptor", (192, 128)),
         ("NT", "64x64x64-g8-w4-s8-cooperative-descriptor", (64, 64)),
         ("NT", "64x24x64-g8-w4-s8-cooperative-descriptor", (64, 24)),
     ],
@@ -833,8 +833,29 @@ def test_a_direct_launch_loads_as_many_rows_at_a_time_as_a_tile_has(layout, text
         assert (given["x_box"], given["y_box"]) == rows
         for name, box, power in zip("xy", rows, powers, strict=True):
             # The type is the same for all widths, so that one compiled kernel serves them.
-            assert given[name].block_shape == [power, 64]
-            assert getattr(given[name], "box", [power, 64]) == [box, 64]
+            turned = layout["xy".index(name)] == "TN"["xy".index(name)]
+            assert given[name].block_shape == ([1, 64, 64] if turned else [power, 64])
+            assert given[name].box == ([box // 64, 64, 64] if turned else [box, 64])
+
+
+@pytest.mark.parametrize(
+    ("size", "text", "rows"),
+    [
+        ((1000, 1536), "128x192x64-g0-w8-s4-cooperative-descriptor", (128, 192)),
+        ((104, 1536), "128x192x64-g0-w8-s4-cooperative-descriptor", (64, 192)),
+        ((128, 128), "128x192x64-g0-w8-s4-cooperative-descriptor", (128, 64)),
+        # Tiles that are cut along K are not moved into the operands.
+        ((3000, 1536), "128x128x64-g0-w8-s4-cooperative-descriptor-k3", (64, 128)),
+        ((3072, 1528), "128x128x64-g0-w8-s4-cooperative-descriptor-k3", (128, 64)),
+    ],
+)
+def test_a_load_of_turned_rows_ends_where_the_operand_ends(size, text, rows):
+    """The map of a block has no end for its second 64 rows, nor for those after them."""
+    p = problem(*size, layout="TN")
+    binding = schedules.bind(p, Config.of(text))
+    arguments = binding.direct_arguments(*samples.arguments(p, "meta"))
+    given = dict(zip(binding.kernel.arg_names, arguments, strict=False))
+    assert (given["x_box"], given["y_box"]) == rows
 
 
 def fused_problem(function, *args):

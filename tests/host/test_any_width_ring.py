@@ -399,7 +399,8 @@ class Warp:
             return
         k, row, *more = places
         if self.forms[operand].endswith("turned"):
-            row, k = k, row
+            (row, k), (first, *more) = (k, row), more
+            assert first == 0
         if self.forms[operand].startswith("many"):
             row += MATRIX * more[0]
         of_kept = is_sparse and operand == 0
@@ -413,8 +414,11 @@ class Warp:
             raise Wrong("not the operand's cache policy")
         rows, name, size = self.boxes[operand], "xy"[operand], 64 if of_kept and not self.wide else 128
         if self.forms[operand].endswith("turned"):
-            assert rows == 64
-            writes = {address[0] + 128 * i: (name, row, k + i) for i in range(64)}
+            writes = {
+                address[0] + 8192 * block + 128 * i: (name, row + 64 * block, k + i)
+                for block in range(rows // 64)
+                for i in range(64)
+            }
         else:
             writes = {address[0] + size * i: (name, row + i, k) for i in range(rows)}
         self.machine.load(address[-1], size * rows, writes)
@@ -624,12 +628,12 @@ def kernel(machine, number, programs, groups, threads, boxes, forms, streams, sc
         "format_of": format_of,
         "x_bytes_of": lambda rows, format: any_width_stage.x_bytes(rows, any_width_loop.format_of(format)),
         "lie_beside": any_width_finish.lie_beside, "own_rows": any_width.own_rows, "first_row": any_width.first_row,
-        "is_paired": lambda x, y: x.endswith("pairs") or y.endswith("pairs"), "is_turned": lambda form: form.endswith("turned"), "widest_of": max,
+        "is_paired": lambda x, y: x.endswith("pairs") or y.endswith("pairs"), "is_turned": lambda form: form.endswith("turned"), "zeroed": any_width_stage.zeroed,
         "in_groups": lambda x, y: "grouped" in x + y, "in_ranges": lambda x, y: "ranged" in x,
         "gl": gl, "ahead_of": ahead_of, "loaders_of": any_width_load.loaders_of, "LAST_ROW": any_width_load.LAST_ROW, "SMALL": any_width_load.SMALL, "ROW": ROW, "STAGES": STAGES, "step_of": any_width_loop.step_of,
         "later": types.FunctionType(any_width.later.fn.__code__, {"quotient": QUOTIENT}), "quotient": QUOTIENT, "shared_at": lambda at: at,
         "matrix_descriptor": lambda address, chunk: address // 16,
-        "zeros_of": lambda count: types.SimpleNamespace(values=[None] * count), "in_block": lambda value: value,
+        "in_block": lambda value: value, "in_blocks": lambda values: values,
         "prefetch_vectors": lambda *given: None,
         "barrier": barrier, "computed": lambda value: value, "mbarrier": types.SimpleNamespace(wait=machine.wait, arrive=machine.arrive),
         "tma": types.SimpleNamespace(store_wait=lambda left: None)
@@ -653,7 +657,6 @@ def kernel(machine, number, programs, groups, threads, boxes, forms, streams, sc
     ):
         names[name] = types.FunctionType(own[name].__code__, names, name)
     for name in (
-        "turn_of",
         "turn_at",
         "edge_of",
         "end_of_units",
@@ -776,7 +779,12 @@ def emulate(
     readers = 4 * (1 if takes_turns else groups) + arrivals
     # Two boxes of each operand, of which the second one has some rows of the first.
     boxes = tuple((rows // 32 + 1) * 16 for rows in (x_rows, width))
-    boxes = tuple(64 if form.endswith("turned") else box for form, box in zip(forms, boxes, strict=True))
+    # Turned rows are loaded 64 at a time, or all at once.
+    turned = random.Random(seed + 1).choice((64, max(x_rows, width)))
+    boxes = tuple(
+        min(turned, rows) if form.endswith("turned") else box
+        for form, rows, box in zip(forms, (x_rows, width), boxes, strict=True)
+    )
     if format is not None:
         boxes = random.Random(seed).choice((64, x_rows)), boxes[1]
     stood_in = {

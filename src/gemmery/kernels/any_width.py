@@ -27,10 +27,11 @@ A tile goes to memory in parts of 64 rows of X by some of Y, through slots of sh
 slots. A program's last tile has a slot for each part, in the ring. With CLUSTERED, each program of a cluster stores
 some of the parts, see `any_width_cluster`.
 
-An operand has a form, which determines the coordinates of its tensor map: "rows" are (k, row), "turned" is (row, k),
-where adjacent elements are along the rows, "pairs" are (k, row of 8, half, eight), "packed" is (word, line, strip), see
-`any_width_packed`, "sparse" is (kept number, row), see `any_width_sparse`, and "sparse pairs" is both. Rows of a pair
-come from its two halves in turn, eight at a time, so that both numbers that make one of the output are in one thread.
+An operand has a form, which determines the coordinates of its tensor map: "rows" are (k, row), "turned" is (row, k,
+64 rows), where adjacent elements are along the rows, "pairs" are (k, row of 8, half, eight), "packed" is (word, line,
+strip), see `any_width_packed`, "sparse" is (kept number, row), see `any_width_sparse`, and "sparse pairs" is both. Rows
+of a pair come from its two halves in turn, eight at a time, so that both numbers that make one of the output are in one
+thread. A load of "turned" rows begins at any row; its last coordinate, which is always 0, counts blocks of 64 rows.
 "many rows" and "many turned" are for a batch of matrices and have one more coordinate, the number of the matrix.
 "grouped rows" are for an A whose rows are in groups, each multiplied by its own matrix of B; see
 `place.next_tile_of_rows`. "ranged turned" are for operands of which each product of a batch has a range of K. Tiles of
@@ -44,7 +45,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from . import any_width_given as given
 from . import any_width_stage
-from .any_width_acc import BLOCK8, in_block, zeros_of
+from .any_width_acc import BLOCK8, in_block, in_blocks
 from .any_width_cluster import LOADERS, arrive_in_cluster, finish_in_cluster
 from .any_width_cut import combine
 from .any_width_finish import finish_tile, slots_of
@@ -83,21 +84,9 @@ def matrix_descriptor(address, CHUNK: gl.constexpr):
     return (address & 0x3FFFF) >> 4 | (CHUNK // 16 << 16)
 
 
-@gluon.constexpr_function
-def widest_of(widths):
-    """The largest of some widths; device code can't call `max` for that."""
-    return max(widths)
-
-
-@gluon.jit
-def turn_of(ring, GROUP: gl.constexpr):
-    """The barrier of a warpgroup that waits for its turn."""
-    return ring[0].index(2 * STAGES + GROUP)
-
-
 @gluon.jit
 def turn_at(GROUP: gl.constexpr, BARRIERS_AT: gl.constexpr):
-    """The address of `turn_of`'s barrier."""
+    """The address of the barrier of a warpgroup's turn."""
     return shared_at(BARRIERS_AT) + 8 * (2 * STAGES + GROUP)
 
 
@@ -260,10 +249,11 @@ def produce(
     if EDGES:
         units = end_of_units(state, shape, X_ROWS, SWAP)
     for unit in range(gl.program_id(0), units, gl.num_programs(0)):
-        if unit != gl.program_id(0):
-            row, col, end, first_k, last_k, batch, known = corner(
-                unit, known, state, shape, tile, PLACE, EDGES, X_ROWS, SWAP, X_FORM, Y_FORM
-            )
+        # It may read memory, for which the next tile's loads would have to wait.
+        following = corner(
+            gl.minimum(unit + gl.num_programs(0), units - 1), known, state, shape, tile, PLACE, EDGES, X_ROWS, SWAP,
+            X_FORM, Y_FORM,
+        )  # fmt: skip
         # Otherwise the epilogue would have to wait for memory.
         prefetch_vectors(vectors[0], row, X_ROWS, shape[1] if SWAP else shape[0])
         prefetch_vectors(vectors[1], col, tile[0], shape[0] if SWAP else shape[1])
@@ -273,6 +263,7 @@ def produce(
             CLUSTERED,
         )  # fmt: skip
         stage, phase = later(stage, phase, gl.cdiv(last_k - first_k, STEP), ring)
+        row, col, end, first_k, last_k, batch, known = following
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -281,7 +272,7 @@ def produce(
 
 @gluon.jit
 def sum_steps(
-    heads, ring, steps, stage, phase, y_rows, width, next_turn, scales, KIND: gl.constexpr, PROMOTES: gl.constexpr,
+    heads, ring, steps, stage, phase, y_rows, width, turn, scales, KIND: gl.constexpr, PROMOTES: gl.constexpr,
     X_ROWS: gl.constexpr, FIRST: gl.constexpr, OWN: gl.constexpr, WIDTHS: gl.constexpr, PART: gl.constexpr,
     FORMAT: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr, PINGPONG: gl.constexpr,
     BARRIERS_AT: gl.constexpr,
@@ -291,16 +282,15 @@ def sum_steps(
     Args:
         heads: where its X and Y are in the first stage, see `multiply_steps`.
         y_rows, width: rows of Y in a stage, and how many of them are multiplied.
-        next_turn: the barrier of the other warpgroup's turn, with PINGPONG.
+        turn: see `multiply_steps`; any numbers without PINGPONG.
         scales, FORMAT: see `multiply_steps`.
         FIRST, OWN: the first of its rows of X, and how many these are.
         PART: columns of Y that are read at a time.
     """
-    COUNT: gl.constexpr = OWN // 64 * ((widest_of(WIDTHS) + PART - 1) // PART) * PART // 8
     return multiply_steps(
-        zeros_of(COUNT), in_block(shared_at(BARRIERS_AT)), in_block(stage), in_block(phase), in_block(ring[1]),
-        in_block(steps), in_block(heads[0]), in_block(heads[1]), in_block(y_rows), in_block(width),
-        in_block(next_turn), scales, X_ROWS, FIRST, KIND, PROMOTES, FORMAT, X_FORM, Y_FORM, WIDTHS, PART, PINGPONG,
+        in_block(shared_at(BARRIERS_AT)), in_block(stage), in_block(phase), in_block(ring[1]), in_block(steps),
+        in_block(heads[0]), in_block(heads[1]), in_block(y_rows), in_block(width), in_blocks(turn), scales,
+        X_ROWS, FIRST, OWN, KIND, PROMOTES, FORMAT, X_FORM, Y_FORM, WIDTHS, PART, PINGPONG,
     )  # fmt: skip
 
 
@@ -427,18 +417,17 @@ def consume(
                 out, (row + FIRST, col, width), total, taken, own_slot, unit + programs >= units, GIVEN[0], GROUP,
                 SWAP, EACH, BUFFERS, PART, BARRIERS_AT,
             )  # fmt: skip
-        if PINGPONG:
-            mbarrier.wait(turn_of(ring, GROUP), turn)
-            turn = turn ^ 1
         scales = ()
         if EVERY is not None:
             scales = scales_of(step_args, row + FIRST, col, (end, shape[1]), first_k, EVERY[0], EVERY[1])
         own_steps = gl.cdiv(last_k - first_k, STEP)
         acc = sum_steps(
             (heads[0], heads[1] + 8 * skipped), ring, own_steps, stage, phase, tile[0], width,
-            turn_at(1 - GROUP, BARRIERS_AT), scales, KIND, PROMOTES, X_ROWS, FIRST, OWN, WIDTHS, PART, FORMAT, X_FORM,
-            Y_FORM, PINGPONG, BARRIERS_AT,
+            (turn_at(GROUP, BARRIERS_AT), turn, turn_at(1 - GROUP, BARRIERS_AT)), scales, KIND, PROMOTES, X_ROWS, FIRST,
+            OWN, WIDTHS, PART, FORMAT, X_FORM, Y_FORM, PINGPONG, BARRIERS_AT,
         )  # fmt: skip
+        if PINGPONG:
+            turn = turn ^ 1
         if READY is not None and unit == own:
             READY(state[7])
             if GIVEN is not None and (EDGES | (unit < whole)):
@@ -607,7 +596,8 @@ def gemm_any_width(
     if in_ranges(X_FORM, Y_FORM):
         table = shared_at(BARRIERS_AT) + 8 * COUNTED
         known = (table,)  # type: ignore[assignment]
-        put_in_order(table, place_args[0], place_args[1], K, tiles_m * tiles_n)
+        # The ring is free until the first loads.
+        put_in_order(table, shared_at(0), place_args[0], place_args[1], K, tiles_m * tiles_n)
     # A program begins with a whole tile.
     first = corner(gl.program_id(0), known, state, shape, tile, PLACE, False, X_ROWS, SWAP, X_FORM, Y_FORM)
     row, col, end, first_k, last_k, batch, _ = first

@@ -23,8 +23,8 @@ ROW = gl.constexpr(128)
 SMALL = (64, 96)
 #: Dimensions of the tensor map of an operand of each form.
 _DIMS = {
-    "rows": 2, "turned": 2, "pairs": 4, "packed": 3, "sparse": 2, "sparse pairs": 4,
-    "many rows": 3, "many turned": 3, "grouped rows": 2, "ranged turned": 4,
+    "rows": 2, "turned": 3, "pairs": 4, "packed": 3, "sparse": 2, "sparse pairs": 4,
+    "many rows": 3, "many turned": 4, "grouped rows": 2, "ranged turned": 5,
 }  # fmt: skip
 #: The end of the innermost of the dimensions that rows of groups and ranges of K have, see
 #: `any_width_finish.store_slot`.
@@ -273,14 +273,15 @@ def _load(name, FORM, columns, batch, second):
     def load(to, row, policy=""):
         at, before = {
             "rows": (f"{{k, {row}}}", ""),
-            "turned": (f"{{{row}, k}}", ""),
+            "turned": (f"{{{row}, k, zero}}", "mov.b32 zero, 0;"),
             "grouped rows": (f"{{k, {row}}}", ""),
             "ranged turned": (
-                f"{{{row}, line, {batch}, strip}}",
-                f"sub.s32 line, k, {batch}; add.s32 line, line, {LAST_ROW.value}; mov.b32 strip, {LAST_ROW.value};",
+                f"{{{row}, line, zero, {batch}, strip}}",
+                f"mov.b32 zero, 0; sub.s32 line, k, {batch}; add.s32 line, line, {LAST_ROW.value};"
+                f"mov.b32 strip, {LAST_ROW.value};",
             ),
             "many rows": (f"{{k, {row}, {batch}}}", ""),
-            "many turned": (f"{{{row}, k, {batch}}}", ""),
+            "many turned": (f"{{{row}, k, zero, {batch}}}", "mov.b32 zero, 0;"),
             "pairs": ("{k, zero, zero, eight}", f"mov.b32 zero, 0; shr.u32 eight, {row}, 4;"),
             "sparse": (f"{{line, {row}}}", line),
             "sparse pairs": (

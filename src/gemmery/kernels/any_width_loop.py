@@ -9,7 +9,7 @@ from triton.experimental.gluon.language._core import builtin
 
 from .any_width_packed import StageFormat
 from .any_width_sparse import SparseStage
-from .any_width_stage import HEAD, x_bytes, y_blocks_of
+from .any_width_stage import HEAD, x_bytes, y_blocks_of, zeroed
 from .dialect import value_of
 
 #: Stages that there are barriers for.
@@ -109,7 +109,7 @@ def _products(sums, KIND, turned, adds):
 
 
 def _step(sums, KIND, turned):
-    """Assembly of a step's products, which then releases the stage, which has no more readers.
+    """Assembly of a step's products, which then releases the stage before, which has no more readers.
 
     Args:
         sums: for each 64 rows of X the registers of the accumulator.
@@ -222,22 +222,21 @@ def _tail(registers, width, part):
 
 @builtin
 def multiply_steps(
-    acc, full, stage, phase, stages, steps, head_x, head_y, y_rows, width, next_turn, scales, X_ROWS, FIRST, KIND,
+    full, stage, phase, stages, steps, head_x, head_y, y_rows, width, turn, scales, X_ROWS, FIRST, OWN, KIND,
     PROMOTES, FORMAT, X_FORM, Y_FORM, WIDTHS, PART, PINGPONG, _semantic=None,
 ):  # fmt: skip
     """The K loop of a warpgroup: the sum of the products of some rows of X and `width` of Y, of at least one step.
 
-    All arguments but `acc` are blocks, see `in_block`.
+    All arguments are blocks, see `in_block`.
 
     Args:
-        acc: zeros, for each 64 rows of X as many blocks as the parts of the largest width have.
         full: the address of the first stage's barrier.
         stage, phase: of the first step; see `any_width.later`.
         steps: how many there are.
         head_x, head_y: matrix descriptors of the first stage's blocks, see `matrix_descriptor`; of a packed weight
             where its words are, in units of 16 bytes.
         y_rows: rows of Y in a stage, of which `head_y` may skip some.
-        X_ROWS, FIRST: rows of X in a stage, and the first of the warpgroup's.
+        X_ROWS, FIRST, OWN: rows of X in a stage, the first of the warpgroup's, and how many these are.
         KIND: the types of X and of Y, as PTX names them, with a point between them.
         scales: what `scales_of` gives for steps that are multiplied by scales, which are promoted; (), where none is.
         PROMOTES: whether each step is summed separately and then added. Tensor cores sum fp8 with 14 bits.
@@ -245,18 +244,22 @@ def multiply_steps(
         X_FORM, Y_FORM: the forms of the operands.
         WIDTHS: what `width` may be, in the order of the code for each.
         PART: columns of Y that are read at a time.
-        PINGPONG: whether the other warpgroup may multiply when this one's last products have begun. Each warp signals
-            this at the barrier with the address `next_turn`.
+        turn: the address of the barrier of this warpgroup's turn, the parity to wait for, and the address of the
+            other one's barrier.
+        PINGPONG: whether warpgroups take turns. Each warp arrives at the other one's barrier when the last products
+            have begun.
 
     Returns:
-        The blocks of 8 columns of each part of `width`, for each 64 rows of X. The last part ends where `width` does.
+        For each 64 rows of X as many blocks of 8 columns as the parts of the largest width have. The last part of
+        `width` ends where `width` does.
     """
     widths, part = [value_of(width) for width in value_of(WIDTHS)], value_of(PART)
     # Of 64 rows of X, and of all.
-    size, numbers = -(-max(widths) // part) * part // 2, 4 * len(acc.values)
+    size = -(-max(widths) // part) * part // 2
+    numbers = value_of(OWN) // 64 * size
     # Every operand comes four times, a register for each number of a thread.
-    full_, stage_, phase_, stages_, steps_, x_, y_, y_rows_, width_, turn_ = (
-        f"${2 * numbers + 4 * i}" for i in range(10)
+    full_, stage_, phase_, stages_, steps_, x_, y_, y_rows_, width_, turn_at, turn_phase, next_turn = (
+        f"${numbers + 4 * i}" for i in range(12)
     )
     turned = value_of(X_FORM).endswith("turned"), value_of(Y_FORM).endswith("turned")
     rows, format = value_of(X_ROWS), format_of(FORMAT)
@@ -268,30 +271,32 @@ def multiply_steps(
         f"@wraps mov.b32 stage, 0; @wraps mov.b32 at, {full_}; @wraps mov.b32 x, {x_}; @wraps mov.b32 y, {y_};"
         "@wraps xor.b32 phase, phase, 1; sub.s32 left, left, 1; setp.gt.s32 more, left, 0;"
     )
-    turns = f"elect.sync _|one, 0xffffffff; @one mbarrier.arrive.shared::cta.b64 _, [{turn_}];"
-    turns = turns if value_of(PINGPONG) else ""
+    own_turn, turns = "", ""
+    if value_of(PINGPONG):
+        own_turn = f"{{ {WAIT.format(barrier=turn_at, phase=turn_phase)} }}"
+        turns = f"elect.sync _|one, 0xffffffff; @one mbarrier.arrive.shared::cta.b64 _, [{next_turn}];"
     arrived, kind = WAIT.format(barrier="at", phase="phase"), value_of(KIND)
     # A tile may begin within a span.
     spans = 1 + -(-max(widths) // 128) if len(scales) else 0
     cases = []
+    registers = [[f"${first + i}" for i in range(size)] for first in range(0, numbers, size)]
     for each in widths:
-        registers = [[f"${first + i}" for i in range(size)] for first in range(0, numbers, size)]
         sums = [row[: each // 2] for row in registers]
         ends = "".join(_tail(row, each, part) for row in registers)
         if format is not None:
             given = sums, kind, turned[1], value_of(PROMOTES), rows, arrived, releasing, go_on, turns, ends
-            cases.append(format.steps(*given))
+            cases.append(f"{{ {own_turn} {format.steps(*given)} }}")
             continue
         if value_of(PROMOTES):
             step, last = _promoted_step(sums, kind, spans), turns + ends
         else:
             step = _step(sums, kind, turned)
             last = f"{turns} wgmma.wait_group.sync.aligned 0; {releasing('before')} {ends}"
-        cases.append(f"{{\nSTEP: {arrived} {step} {go_on} @more bra.uni STEP; {last} }}")
-    before = _scales_of(2 * numbers + 40, spans) if spans else ""
+        cases.append(f"{{ {own_turn}\nSTEP: {arrived} {step} {go_on} @more bra.uni STEP; {last} }}")
+    before = _scales_of(numbers + 48, spans) if spans else ""
     if format is not None:
         before = format.begin(rows, value_of(FIRST), stages_, y_rows_)
-    constraints = ["=f"] * numbers + [str(i) for i in range(numbers)] + ["r"] * 40
+    constraints = ["=&f"] * numbers + ["r"] * 48
     constraints += ["l"] * 24 + ["r"] * 4 if spans else []
     made = gl.inline_asm_elementwise(
         f"{{ {before}"
@@ -300,9 +305,9 @@ def multiply_steps(
         f"mov.b32 stage, {stage_}; mov.b32 phase, {phase_}; mov.b32 left, {steps_}; setp.ne.s32 adds, 0, 0;"
         f"mad.lo.s32 at, stage, 8, {full_}; add.s32 before, {full_}, {NOWHERE}; mad.lo.s32 x, stage, {x_block}, {x_};"
         f"mul.lo.s32 y_rows, {y_rows_}, {8 * y_blocks_of(format)}; mad.lo.s32 y, stage, y_rows, {y_};"
-        f"{switch(width_, widths, cases)} }}",
+        f"{zeroed(registers)}{switch(width_, widths, cases)} }}",
         ",".join(constraints),
-        [*acc.values, full, stage, phase, stages, steps, head_x, head_y, y_rows, width, next_turn, *scales],
-        dtype=[gl.float32] * len(acc.values), is_pure=False, pack=4, _semantic=_semantic,
+        [full, stage, phase, stages, steps, head_x, head_y, y_rows, width, *turn, *scales],
+        dtype=[gl.float32] * (numbers // 4), is_pure=False, pack=4, _semantic=_semantic,
     )  # fmt: skip
     return gl.tuple(list(made))

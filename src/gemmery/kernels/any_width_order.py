@@ -11,6 +11,7 @@ If each range has many tiles, all programs get about the same number of them, an
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia import hopper
 
 from .order import quotient
 from .rings import barrier
@@ -21,7 +22,7 @@ WORDS = gl.constexpr(256)
 #: Rounds of all programs that a range's tiles take where ranges are not put into order.
 ROUNDS = gl.constexpr(2)
 #: Ranges that each is compared with at a time, by one thread.
-EACH = gl.constexpr(64)
+EACH = gl.constexpr(32)
 
 
 @builtin
@@ -57,11 +58,15 @@ def is_ordered(tiles, count):
 
 
 @gluon.jit
-def put_in_order(table, offs, count, K, tiles):
+def put_in_order(table, lengths, offs, count, K, tiles):
     """Writes the numbers of all ranges to a table in shared memory, from the longest to the shortest.
+
+    Each thread loads the lengths of some ranges. If it loaded those of all ranges, with which it compares its own, a
+    launch would begin 20 µs later for 128 ranges, and 120 µs for 512.
 
     Args:
         table: its address.
+        lengths: the address of memory for `MOST` lengths, which is free again afterwards, also for TMA.
         offs, count: where the ends of the ranges are, and how many.
         tiles: of a range.
     """
@@ -69,17 +74,22 @@ def put_in_order(table, offs, count, K, tiles):
     if is_ordered(tiles, count):
         for first in range(0, count, 128):
             own = first + gl.arange(0, 128, gl.SliceLayout(1, LAYOUT))
-            own_length = lengths_of(own, offs, count, K)
+            put(lengths + 4 * own, lengths_of(own, offs, count, K))
+        barrier()
+        for first in range(0, count, 128):
+            own = first + gl.arange(0, 128, gl.SliceLayout(1, LAYOUT))
+            own_length = got(lengths + 4 * own)
             place = gl.zeros([128], gl.int32, gl.SliceLayout(1, LAYOUT))
             for start in range(0, count, EACH):
                 others = start + gl.arange(0, EACH, gl.SliceLayout(0, LAYOUT))
-                length = gl.expand_dims(lengths_of(others, offs, count, K), 0)
+                length = gl.expand_dims(got(lengths + 4 * others), 0)
                 known = gl.expand_dims(own_length, 1)
                 is_before = gl.expand_dims(others, 0) < gl.expand_dims(own, 1)
                 longer = (length > known) | ((length == known) & is_before)
                 place += gl.sum(longer.to(gl.int32), 1)
             # Places after all ranges are never read.
             put(table + 4 * gl.minimum(place, MOST - 1), own)
+        hopper.fence_async_shared()
         barrier()
 
 

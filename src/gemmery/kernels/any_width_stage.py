@@ -101,7 +101,7 @@ class Stage(Protocol):
         """Assembly of the steps' loop.
 
         Args:
-            sums: for each 64 rows of X the registers of the accumulator.
+            sums: for each 64 rows of X the registers of the accumulator, which are 0.
             KIND: see `any_width_loop.multiply_steps`.
             turned: whether adjacent elements of Y are along its rows.
             promotes: whether the products of some steps are summed separately and then added.
@@ -113,6 +113,11 @@ class Stage(Protocol):
                 begun.
             ends: assembly that follows them.
         """
+
+
+def zeroed(sums: list[list[str]]) -> str:
+    """Assembly that sets the registers of an accumulator to 0."""
+    return "".join(f"mov.b32 {register}, 0;" for row in sums for register in row)
 
 
 def x_bytes(rows: int, format: Stage | None) -> int:

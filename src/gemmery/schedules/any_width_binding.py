@@ -24,6 +24,7 @@ from .any_width_tile import (
     MOST_STAGES,
     ROW,
     ROWS,
+    Form,
     Tile,
     every_of,
     forms_of,
@@ -239,17 +240,29 @@ class AnyWidthBinding(Binding):
 
     def arguments(self, tensors: Sequence[Any], numbers: Sequence[float] = ()) -> list[Any]:
         """The kernel's run-time arguments, as for `Binding.arguments`."""
-        # TMA loads 64 turned rows at a time.
         y = ROWS if self.forms[1].endswith("turned") else self.part
         return self._arguments(tensors, numbers, (ROWS, y))
 
     def direct_arguments(self, tensors: Sequence[Any], numbers: Sequence[float] = ()) -> list[Any]:
         """See `Binding.direct_arguments`."""
-        x, y = (
-            ROWS if form.endswith("turned") or rows > BOX else rows
-            for form, rows in zip(self.forms, (self.tile.x, self.tile.y), strict=True)
-        )
-        return self._arguments(tensors, numbers, (x, y))
+        p, tile = self.problem, self.tile
+        sizes = (p.N, p.M) if self.config.swap else (p.M, p.N)
+        boxes = map(self._rows_at_a_time, self.forms, (tile.x, tile.y), sizes)
+        return self._arguments(tensors, numbers, tuple(boxes))
+
+    def _rows_at_a_time(self, form: Form, rows: int, size: int) -> int:
+        """Rows of a block of an operand that TMA loads at a time.
+
+        Args:
+            rows: of the block.
+            size: rows of the operand.
+        """
+        if not form.endswith("turned"):
+            return ROWS if rows > BOX else rows
+        # TMA knows the end of the first 64 turned rows of a load. The others must lie within the operand.
+        whole, cut, *_ = self.work.units(self.config.block_k)
+        moves = size >= rows and not (whole and cut)
+        return rows if moves or size % rows == 0 else ROWS
 
     def _arguments(
         self, tensors: Sequence[Any], numbers: Sequence[float], boxes: tuple[int, ...]
@@ -354,12 +367,15 @@ class AnyWidthBinding(Binding):
         along, across, size = (p.b.row, p.b.col, p.N) if is_b else (p.a.col, p.a.row, p.M)
         # Groups of rows are in one matrix.
         batch, steps = (p.batch, (p.b if is_b else p.a).steps) if is_b or not p.ragged else ((), ())
-        many = [1] * len(batch)
+        many, K = [1] * len(batch), p.K
         if p.ragged == "k":
-            shape, block = (MOST_ROWS, MOST_ROWS, LAST_ROW.value, size), (1, 1, step, ROWS)
-            return descriptor(tensor, shape, (APART - along, along, along, 1), block)
+            batch, steps, many, K = (MOST_ROWS, MOST_ROWS), (APART - along, along), [1, 1], LAST_ROW.value
         if along != 1:
-            return descriptor(tensor, (*batch, p.K, size), (*steps, along, 1), (*many, step, ROWS))
+            # Blocks of 64 rows, each with its elements of all K in shared memory.
+            shape, strides = (*batch, -(-size // ROWS), K, size), (*steps, ROWS, along, 1)
+            made = descriptor(tensor, shape, strides, (*many, 1, step, ROWS))
+            made.box = [*many, box // ROWS, step, ROWS]
+            return made
         if not (is_b and p.paired):
             made = descriptor(tensor, (*batch, size, p.K), (*steps, across, 1), (*many, rows, step))
             made.box = [*many, box, step]

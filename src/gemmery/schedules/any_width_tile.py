@@ -46,7 +46,7 @@ LEAST_PACKED = 3
 BAND = 0.75
 
 #: The form of an operand, see `kernels.any_width`. The form of Y decides which multiples a tile's width can be. TMA
-#: loads 64 turned rows at a time; with other widths part of them was not needed, and took up to twice as long.
+#: loads blocks of 64 turned rows; with other widths part of them was not needed, and took up to twice as long.
 Form = Literal[
     "rows",
     "turned",
