@@ -19,6 +19,8 @@ from .order import banded, divided, grouped, part_of, quotient
 
 #: Whether this is the copy for Gluon's kernels, see `dialect.in_gluon`.
 IN_GLUON = tl.constexpr(False)
+#: The number of groups whose ends `next_tile_of_rows` loads at a time.
+AHEAD = tl.constexpr(8)
 
 
 @triton.jit
@@ -290,15 +292,18 @@ def next_tile_of_rows(unit, state, shape, BLOCK_M, BLOCK_N, band_m, known):
     group, before, begin, end = known
     tile = quotient(unit, divisors[3])
     tiles = quotient(end - begin + BLOCK_M - 1, divisors[0])
-    # Asked for a group ahead, so that nothing waits for it.
-    after = tl.load(offs + group + 1, mask=group + 1 < groups, other=M)
     while (tile >= before + tiles) & (group < groups):
-        before += tiles
-        group += 1
-        begin = end
-        end = tl.maximum(tl.minimum(after, M), begin)
-        after = tl.load(offs + group + 1, mask=group + 1 < groups, other=M)
-        tiles = quotient(end - begin + BLOCK_M - 1, divisors[0])
+        # The ends of some groups are loaded at a time. Few rows leave many groups empty.
+        ends = ()
+        for i in tl.static_range(1, AHEAD + 1):
+            ends += (tl.load(offs + group + i, mask=group + i < groups, other=M),)
+        for i in tl.static_range(AHEAD):
+            after = (tile >= before + tiles) & (group < groups)
+            before = tl.where(after, before + tiles, before)
+            begin = tl.where(after, end, begin)
+            end = tl.where(after, tl.maximum(tl.minimum(ends[i], M), end), end)
+            group = tl.where(after, group + 1, group)
+            tiles = quotient(end - begin + BLOCK_M - 1, divisors[0])
     tile_m, tile_n = banded(unit - before * tiles_n, tl.maximum(tiles, 1), tiles_n, band_m)
     first_k = tl.where(group < groups, 0, K)
     last_k = tl.where(unit < state[0], first_k + K, first_k)

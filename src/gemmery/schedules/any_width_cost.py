@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ..select.space import Space
 
 #: The part of the tensor cores' rate that is reached, and the additional time of a narrow instruction, in columns.
-EFFICIENCY, EDGE = 0.9345, 18.8
+EFFICIENCY, EDGE = 0.953, 18.8
 #: EDGE's counterpart where both operands have adjacent elements along their rows, which narrow instructions read more
 #: slowly from shared memory: products take 1 + (TURNED / width)^2 times as long.
 TURNED = 32.0
@@ -72,6 +72,14 @@ JOINT = 16.0
 SLOWING, LONG = 0.0185, 3e-5
 #: The stream of blocks from memory. The sum of its time and the loop's, which mostly overlap.
 MEMORY, OVERLAP = Stream(long=1.077, short=1.475, ramp=3.35e-6), 3.92
+#: The factor of the first by the kind of groups: groups of rows are mostly weights, which are streamed; ranges of K are
+#: mostly results, and memory takes longer to write than to read (`grouped_times2-bf16.json`).
+IN_GROUPS = {"": 1.0, "rows": 0.9, "k": 1.35}
+#: Of ranges of K: the columns of whose multiples tiles are written fastest, and the factor of others where nothing else
+#: takes longer.
+EVEN_COLUMNS, UNEVEN = 128, 1.1
+#: Of groups of rows: the factor of the products of tiles that warpgroups share, and that of the loads from L2.
+GROUPED, GROUPED_L2 = 1.025, 1.06
 #: Seconds around a launch. Seconds around a tile and share of the time that its store takes alone, where warpgroups
 #: share tiles. If warpgroups take turns, seconds between tiles, and seconds around the last one, of whose store
 #: `LAST_STORE` counts.
@@ -216,14 +224,22 @@ def costs(problem: Problem, space: Space, given: Given, takes_turns: bool, clust
     # A packed or sparse weight, which is X, has fewer bytes to load.
     loaded = x * (p.b.bits / p.a.bits) + y
     l2 = own_steps * loaded * (s.block_k * p.a.bits / 8) / share
-    l2 = l2 * _beyond_l2(p, given, terms.beyond)
+    l2 = l2 * _beyond_l2(p, given, terms.beyond) * (GROUPED_L2 if given.in_groups else 1.0)
+    if given.in_groups and not takes_turns:
+        compute = compute * GROUPED
     loop = (compute**JOINT + l2**JOINT) ** (1 / JOINT)
     loop = np.maximum(loop, own_steps * _least_of_step(p, s, given.rows_inside(p.matrices), x, y, busy))
     loop = np.maximum(loop, own_steps * terms.step(p, s, groups))
     loop = loop * (1 + SLOWING * np.log10(np.maximum(loop / LONG, 1)))
-    stream = (CLUSTER_MEMORY if clustered else MEMORY).seconds(given.memory)
+    stream = (CLUSTER_MEMORY if clustered else MEMORY).seconds(given.memory) * IN_GROUPS[given.ragged]
+    if given.ragged == "k":
+        # What tiles have in common is written by each of them.
+        again = tiles * x * y / (p.matrices * given.rows * p.N)
+        stream = stream * again
     together = np.where(chunk > 0, whole, tiles // device.sms) * steps
     waits = _waits(stream, loop, together / own_steps, together * device.sms / (tiles * steps))
+    if given.ragged == "k":
+        waits = np.maximum(waits, stream * np.where(s.block_n % EVEN_COLUMNS > 0, UNEVEN, 1.0))
     elements = multiplied / groups * y
     results = 1 if p.fusion is None or p.fusion.matrix is None or p.fusion.both is None else 2
     store = elements * 2.0 * results / device.store_bandwidth

@@ -39,9 +39,11 @@ TRACED, UNROLLED, MOST_CALLS, PROMOTED, SMALL = 0.6e-6, 2.5e-8, 64, 0.13e-6, 64 
 #: unpacks, another one multiplies. Fitted to 22 random products with int4 (`looks/short_choices-mixed.json`).
 BESIDE = 0.7
 #: Of groups of rows: the seconds in which a program finds its group; how long the stream from memory takes beside that
-#: of a plain product; and the least area of a tile, with how much faster such tiles are than in plain products. Fitted
-#: to random products on an H200 (`looks/grouped_times-bf16.json`; the last one to `looks/grouped_turns-bf16.json`).
-FIND, STREAM, LARGE, FASTER = 1.2e-6, 0.88, 128 * 256, 1.05
+#: of a plain product; the least rows of a tile whose loads from L2 take longer, and how much; and the least area of a
+#: tile, with how much faster such tiles are than in plain products. Fitted to random products on an H200
+#: (`looks/grouped_times-bf16.json`; those of L2 to `looks/grouped_times2-bf16.json`, and the last one to
+#: `looks/grouped_turns-bf16.json`).
+FIND, STREAM, TALL, GROUPED_L2, LARGE, FASTER = 1.2e-6, 0.88, 64, 1.3, 128 * 256, 1.05
 #: The time of ranges of K that are cut, divided by the predicted time; measured on an H200 for 1 to 8 ranges
 #: (`looks/grouped_ranges-bf16.json`).
 CUT_RANGES = 1.3
@@ -106,6 +108,7 @@ class Tile(Schedule):
             compute = compute * (1 + BESIDE * (together - 1)) / together
         l2_bandwidth_per_sm = device.sm_bandwidth
         l2 = own_steps * stage / np.minimum(l2_bandwidth_per_sm, in_flight)
+        l2 = l2 * np.where((s.block_m >= TALL) & given.in_groups, GROUPED_L2, 1.0)
         # The tail's small tiles, one after the other.
         cuts = s.tail_m * s.tail_n
         turns = np.ceil(small / device.sms)
