@@ -264,6 +264,8 @@ def produce(
         )  # fmt: skip
         stage, phase = later(stage, phase, gl.cdiv(last_k - first_k, STEP), ring)
         row, col, end, first_k, last_k, batch, known = following
+        # Otherwise the compiler makes a second copy of the loads for the first tile.
+        first_k = computed(first_k)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -296,7 +296,7 @@ def next_tile_of_rows(unit, state, shape, BLOCK_M, BLOCK_N, band_m, known):
         # The ends of some groups are loaded at a time. Few rows leave many groups empty.
         ends = ()
         for i in tl.static_range(1, AHEAD + 1):
-            ends += (tl.load(offs + group + i, mask=group + i < groups, other=M),)
+            ends += (tl.load(offs + group + i, mask=group + i < groups, other=M),)  # type: ignore[assignment]
         for i in tl.static_range(AHEAD):
             after = (tile >= before + tiles) & (group < groups)
             before = tl.where(after, before + tiles, before)

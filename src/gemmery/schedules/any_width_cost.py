@@ -25,10 +25,13 @@ if TYPE_CHECKING:
     from ..select.space import Space
 
 #: The part of the tensor cores' rate that is reached, and the additional time of a narrow instruction, in columns.
-EFFICIENCY, EDGE = 0.953, 18.8
+EFFICIENCY, EDGE = 0.9345, 18.8
 #: EDGE's counterpart where both operands have adjacent elements along their rows, which narrow instructions read more
 #: slowly from shared memory: products take 1 + (TURNED / width)^2 times as long.
-TURNED = 32.0
+TURNED = 20.0
+#: The factor of the products of matrices if warpgroups take turns; measured on 45 random products of an H200
+#: (`turns_ready-bf16.json`).
+IN_TURNS = 0.98
 #: The factor of the products' time if each step's sum is promoted, and if it is also scaled; for 1, 2 and 3
 #: warpgroups, since the others multiply while one adds.
 PROMOTING, SCALING = (1.57, 1.14, 1.04), (1.40, 1.05, 1.09)
@@ -78,8 +81,8 @@ IN_GROUPS = {"": 1.0, "rows": 0.9, "k": 1.35}
 #: Of ranges of K: the columns of whose multiples tiles are written fastest, and the factor of others where nothing else
 #: takes longer.
 EVEN_COLUMNS, UNEVEN = 128, 1.1
-#: Of groups of rows: the factor of the products of tiles that warpgroups share, and that of the loads from L2.
-GROUPED, GROUPED_L2 = 1.025, 1.06
+#: Of groups of rows: the factor of the loads from L2.
+GROUPED_L2 = 1.06
 #: Seconds around a launch. Seconds around a tile and share of the time that its store takes alone, where warpgroups
 #: share tiles. If warpgroups take turns, seconds between tiles, and seconds around the last one, of whose store
 #: `LAST_STORE` counts.
@@ -225,8 +228,8 @@ def costs(problem: Problem, space: Space, given: Given, takes_turns: bool, clust
     loaded = x * (p.b.bits / p.a.bits) + y
     l2 = own_steps * loaded * (s.block_k * p.a.bits / 8) / share
     l2 = l2 * _beyond_l2(p, given, terms.beyond) * (GROUPED_L2 if given.in_groups else 1.0)
-    if given.in_groups and not takes_turns:
-        compute = compute * GROUPED
+    if takes_turns and staged is None:
+        compute = compute * IN_TURNS
     loop = (compute**JOINT + l2**JOINT) ** (1 / JOINT)
     loop = np.maximum(loop, own_steps * _least_of_step(p, s, given.rows_inside(p.matrices), x, y, busy))
     loop = np.maximum(loop, own_steps * terms.step(p, s, groups))
