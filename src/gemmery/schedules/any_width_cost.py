@@ -75,11 +75,11 @@ JOINT = 16.0
 SLOWING, LONG = 0.0185, 3e-5
 #: The stream of blocks from memory. The sum of its time and the loop's, which mostly overlap.
 MEMORY, OVERLAP = Stream(long=1.077, short=1.475, ramp=3.35e-6), 3.92
-#: The factor of the first by the kind of groups: groups of rows are mostly weights, which are streamed; ranges of K are
-#: mostly results, and memory takes longer to write than to read (`grouped_times2-bf16.json`).
+#: The factor of the stream's time by the kind of groups. With groups of rows, most bytes are those of weights, which
+#: are read; with ranges of K, most are those of results, and to write takes longer. These and the next ones are fitted
+#: to 36 random products on an H200 (`grouped_times2-bf16.json`).
 IN_GROUPS = {"": 1.0, "rows": 0.9, "k": 1.35}
-#: Of ranges of K: the columns of whose multiples tiles are written fastest, and the factor of others where nothing else
-#: takes longer.
+#: Of ranges of K: if the columns of a tile are no multiple of the first, its stores take the second times as long.
 EVEN_COLUMNS, UNEVEN = 128, 1.1
 #: Of groups of rows: the factor of the loads from L2.
 GROUPED_L2 = 1.06
@@ -227,22 +227,16 @@ def costs(problem: Problem, space: Space, given: Given, takes_turns: bool, clust
     # A packed or sparse weight, which is X, has fewer bytes to load.
     loaded = x * (p.b.bits / p.a.bits) + y
     l2 = own_steps * loaded * (s.block_k * p.a.bits / 8) / share
-    l2 = l2 * _beyond_l2(p, given, terms.beyond) * (GROUPED_L2 if given.in_groups else 1.0)
+    l2 = l2 * _beyond_l2(p, given, terms.beyond)
     if takes_turns and staged is None:
         compute = compute * IN_TURNS
     loop = (compute**JOINT + l2**JOINT) ** (1 / JOINT)
     loop = np.maximum(loop, own_steps * _least_of_step(p, s, given.rows_inside(p.matrices), x, y, busy))
     loop = np.maximum(loop, own_steps * terms.step(p, s, groups))
     loop = loop * (1 + SLOWING * np.log10(np.maximum(loop / LONG, 1)))
-    stream = (CLUSTER_MEMORY if clustered else MEMORY).seconds(given.memory) * IN_GROUPS[given.ragged]
-    if given.ragged == "k":
-        # What tiles have in common is written by each of them.
-        again = tiles * x * y / (p.matrices * given.rows * p.N)
-        stream = stream * again
+    stream, least = _stream(p, s, given, tiles, clustered)
     together = np.where(chunk > 0, whole, tiles // device.sms) * steps
     waits = _waits(stream, loop, together / own_steps, together * device.sms / (tiles * steps))
-    if given.ragged == "k":
-        waits = np.maximum(waits, stream * np.where(s.block_n % EVEN_COLUMNS > 0, UNEVEN, 1.0))
     elements = multiplied / groups * y
     results = 1 if p.fusion is None or p.fusion.matrix is None or p.fusion.both is None else 2
     store = elements * 2.0 * results / device.store_bandwidth
@@ -250,7 +244,7 @@ def costs(problem: Problem, space: Space, given: Given, takes_turns: bool, clust
     around = (TURN if takes_turns else TILE + store * STORE) + epilogue
     # Loads run ahead across tiles: only the time around the last tile is not overlapped with memory.
     loop = loop + (turns - 1) * around
-    body = np.maximum((loop**OVERLAP + stream**OVERLAP) ** (1 / OVERLAP), waits)
+    body = np.maximum((loop**OVERLAP + stream**OVERLAP) ** (1 / OVERLAP), np.maximum(waits, least))
     is_long = p.b.is_sparse & (_blocks_of_y(p, s) > 1)
     start = terms.start(p, s, groups) + (FIND if given.in_groups else 0.0)
     start = start - (SOONER - LONG_START * is_long) * (x == ROWS)
@@ -271,12 +265,29 @@ def costs(problem: Problem, space: Space, given: Given, takes_turns: bool, clust
     return Costs(total, compute, l2, given.memory, once, reduction, np.zeros(1), turns * np.ones_like(total))
 
 
+def _stream(
+    problem: Problem, space: Space, given: Given, tiles: Floats, clustered: bool
+) -> tuple[Floats, Floats]:
+    """The seconds in which bytes come from memory and go there: those that overlap with the loop, and the least.
+
+    Args:
+        tiles: how many there are in all matrices.
+    """
+    p, s = problem, space
+    seconds = (CLUSTER_MEMORY if clustered else MEMORY).seconds(given.memory) * IN_GROUPS[given.ragged]
+    if given.ragged != "k":
+        return seconds, seconds
+    # What tiles have in common is written by each of them.
+    seconds = seconds * tiles * s.block_m * s.block_n / (p.matrices * given.rows * p.N)
+    return seconds, seconds * np.where(s.block_n % EVEN_COLUMNS > 0, UNEVEN, 1.0)
+
+
 def _beyond_l2(problem: Problem, given: Given, beyond: float) -> Floats:
-    """The factor by which loads from L2 slow down if it has no room for both operands; see `BEYOND`."""
+    """The factor by which loads from L2 slow down if it has no room for both operands, see `BEYOND`, and in groups."""
     p = problem
     both = (given.rows * p.a.bits + p.N * p.b.bits) * p.K / 8
     factor: Floats = 1 + beyond * np.log2(np.maximum(both / p.device.l2, 1))
-    return factor
+    return factor * (GROUPED_L2 if given.in_groups else 1.0)
 
 
 def _summing(problem: Problem, space: Space, groups: Floats, y: Floats) -> Floats:
