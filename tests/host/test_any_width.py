@@ -747,6 +747,42 @@ def test_ranges_are_dealt_out_from_the_longest_on(programs, count, tiles):
         assert placed == list(range(units))
 
 
+@pytest.mark.parametrize("count", [1, 31, 128, 129, 300, 512, 513])
+def test_ranges_are_put_into_order_from_the_longest_on(count):
+    """Some have no rows; of equal ones, the first comes first."""
+    from gemmery.kernels import any_width_order
+
+    r = np.random.default_rng(count)
+    lengths = r.integers(0, 20, count) * r.integers(0, 2, count)
+    # What is loaded without a mask must be there.
+    offs, memory = np.cumsum(lengths), np.full(2 * 512, -7)
+
+    def load(at, mask, other):
+        return np.where(mask, offs[np.clip(at, 0, count - 1)], other)
+
+    def put(at, value):
+        memory[np.asarray(at) // 4] = value
+
+    gl = types.SimpleNamespace(
+        constexpr=int, int32=int, load=load, arange=lambda first, last, layout: np.arange(first, last),
+        BlockedLayout=lambda *given: None, SliceLayout=lambda *given: None, minimum=np.minimum, maximum=np.maximum,
+        where=np.where, num_programs=lambda axis: 132, zeros=lambda shape, *given: np.zeros(shape, int),
+        expand_dims=np.expand_dims, sum=lambda x, axis: x.sum(axis),
+    )  # fmt: skip
+    names = {
+        "gl": gl, "MOST": any_width_order.MOST.value, "ROUNDS": any_width_order.ROUNDS.value,
+        "EACH": any_width_order.EACH.value, "put": put, "got": lambda at: memory[np.asarray(at) // 4],
+        "barrier": lambda: None, "hopper": types.SimpleNamespace(fence_async_shared=lambda: None),
+    }  # fmt: skip
+    for name in ("is_ordered", "lengths_of", "put_in_order"):
+        names[name] = types.FunctionType(getattr(any_width_order, name).fn.__code__, names)
+    names["put_in_order"](0, 4 * 512, 0, count, offs[-1] if count else 0, 100)
+    if count > 512:
+        assert (memory == -7).all()
+    else:
+        assert memory[:count].tolist() == sorted(range(count), key=lambda i: (-lengths[i], i))
+
+
 def test_parts_of_large_tiles_are_as_many_as_the_ring_holds():
     assert Tile(128, 256, 2, 64).most_parts == 2
     assert Tile(64, 64, 1, 64).most_parts > 4
@@ -844,13 +880,14 @@ def test_a_direct_launch_loads_as_many_rows_at_a_time_as_a_tile_has(layout, text
         ((1000, 1536), "128x192x64-g0-w8-s4-cooperative-descriptor", (128, 192)),
         ((104, 1536), "128x192x64-g0-w8-s4-cooperative-descriptor", (64, 192)),
         ((128, 128), "128x192x64-g0-w8-s4-cooperative-descriptor", (128, 64)),
+        ((104, 1536), "192x128x64-g0-w8-s4-cooperative-descriptor-swap", (128, 64)),
         # Tiles that are cut along K are not moved into the operands.
         ((3000, 1536), "128x128x64-g0-w8-s4-cooperative-descriptor-k3", (64, 128)),
         ((3072, 1528), "128x128x64-g0-w8-s4-cooperative-descriptor-k3", (128, 64)),
     ],
 )
 def test_a_load_of_turned_rows_ends_where_the_operand_ends(size, text, rows):
-    """The map of a block has no end for its second 64 rows, nor for those after them."""
+    """A tensor map has an end only for the first 64 rows of a load."""
     p = problem(*size, layout="TN")
     binding = schedules.bind(p, Config.of(text))
     arguments = binding.direct_arguments(*samples.arguments(p, "meta"))

@@ -296,7 +296,7 @@ class Warp:
         elif code == "add.f32":
             total, same, number = arguments
             assert total == same
-            self._add(total, number)
+            self._add(total, number, value(total))
         elif code == "ld.global.f32":
             # A scale is known by where it is.
             return arguments[0], (address[0],)
@@ -311,7 +311,7 @@ class Warp:
         elif code == "fma.rn.f32":
             total, number, scale, same = arguments
             assert total == same
-            self._add(total, number, value(scale))
+            self._add(total, number, value(total), value(scale))
         elif code.startswith("wgmma.fence"):
             self.unfenced.clear()
         else:
@@ -340,10 +340,14 @@ class Warp:
         if scale != ("s", row, k // INT4.group):
             raise Wrong("not the words' scales")
 
-    def _add(self, total, number, scale=None):
-        """A thread's number of the step's product is added to its total, maybe times a scale."""
+    def _add(self, total, number, first, scale=None):
+        """A thread's number of the step's product is added to its total, which is `first` at first, maybe times a
+        scale.
+        """
         if self.under_way:
             raise Wrong("added before it is there")
+        if first != 0:
+            raise Wrong("a sum that does not begin with 0")
         of, place = (int(re.search(r"\d+", each)[0]) for each in (total, number))
         if place == 0:
             self.pieces += self.steps[-1]
@@ -495,6 +499,9 @@ class Warp:
             read = tuple((name, row, k + 64) for name, row, k in read[0]), read[1]
         self._check_words(read[0][0], value(words), half)
         adds = value(arguments[5])
+        sums = re.findall(r"[$\w.]+", arguments[0])
+        if adds and sums[0].startswith("$") and any(value(each) != 0 for each in sums):
+            raise Wrong("a sum that does not begin with 0")
         if half and not adds:
             raise Wrong("half a step is not added")
         if len(self.group) == 1:
@@ -780,7 +787,7 @@ def emulate(
     # Two boxes of each operand, of which the second one has some rows of the first.
     boxes = tuple((rows // 32 + 1) * 16 for rows in (x_rows, width))
     # Turned rows are loaded 64 at a time, or all at once.
-    turned = random.Random(seed + 1).choice((64, max(x_rows, width)))
+    turned = (64, max(x_rows, width))[seed % 2]
     boxes = tuple(
         min(turned, rows) if form.endswith("turned") else box
         for form, rows, box in zip(forms, (x_rows, width), boxes, strict=True)
@@ -1118,6 +1125,10 @@ MUTANTS = {
     "products that are not waited for": {
         "message": "loaded while it is read",
         "edit": lambda text: text.replace("wait_group.sync.aligned 1", "wait_group.sync.aligned 9"),
+    },
+    "accumulators that are not set to 0": {
+        "message": "a sum that does not begin with 0",
+        "edit": lambda text: re.sub(r"mov\.b32 \$\d+, 0;(?! \})", "", text),
     },
     "sums that are promoted too early": {
         "message": "added before it is there",

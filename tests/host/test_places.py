@@ -47,6 +47,12 @@ def test_units_find_their_groups_one_after_another(counts, programs, rest):
         for column, row in itertools.product(range(tiles_n), range(begin, end, BLOCK_M))
     ]
     units, following = len(expected), next_tile_of_rows(offs)
+    # A unit beyond the last tile has nothing to load.
+    (*_, first_k, last_k), _ = following(
+        units, (units, *[None] * 4, tiles_n, (BLOCK_M, None, None, tiles_n), (0, groups)), (M, COLUMNS, K), BLOCK_M,
+        BLOCK_N, M + 1, (0, 0, 0, offs[0]),
+    )  # fmt: skip
+    assert first_k == last_k
     state = (units, units, 1, 0, 0, tiles_n, (BLOCK_M, None, None, tiles_n), (0, groups))
     found = {}
     for first in range(min(programs, units)):

@@ -102,7 +102,10 @@ def first_row(X_ROWS, OWN, GROUP):
 
 @builtin
 def computed(value, _semantic=None):
-    """Returns the same number, and stops the compiler from computing it after the loop that follows."""
+    """Returns the same number, of which the compiler knows nothing.
+
+    So it does not compute it after the loop that follows, or make a copy of a loop for its first value.
+    """
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic
     )
@@ -185,7 +188,7 @@ def corner(
     if EDGES:
         row = gl.where(edge < 0, row, edge * X_ROWS)
         col = gl.where(edge < 0, col, y_rows)
-    # Where there are edge tiles, no tile is cut along K.
+    # Where there are edge tiles, no tile is cut along K. `AnyWidthBinding._rows_at_a_time` relies on these moves.
     moves = EDGES | (unit < state[1]) | (state[1] == 0)
     if SWAP or not GROUPED:
         row = gl.where(moves, gl.minimum(row, gl.maximum(x_rows - X_ROWS, 0)), row)
@@ -249,7 +252,7 @@ def produce(
     if EDGES:
         units = end_of_units(state, shape, X_ROWS, SWAP)
     for unit in range(gl.program_id(0), units, gl.num_programs(0)):
-        # It may read memory, for which the next tile's loads would have to wait.
+        # `corner` may read memory. It is called a tile ahead, so that the next tile's loads do not wait for it.
         following = corner(
             gl.minimum(unit + gl.num_programs(0), units - 1), known, state, shape, tile, PLACE, EDGES, X_ROWS, SWAP,
             X_FORM, Y_FORM,

@@ -236,6 +236,8 @@ def multiply_steps(
         head_x, head_y: matrix descriptors of the first stage's blocks, see `matrix_descriptor`; of a packed weight
             where its words are, in units of 16 bytes.
         y_rows: rows of Y in a stage, of which `head_y` may skip some.
+        turn: the address of the barrier of this warpgroup's turn, the parity to wait for, and the address of the
+            other one's barrier; any numbers without PINGPONG.
         X_ROWS, FIRST, OWN: rows of X in a stage, the first of the warpgroup's, and how many these are.
         KIND: the types of X and of Y, as PTX names them, with a point between them.
         scales: what `scales_of` gives for steps that are multiplied by scales, which are promoted; (), where none is.
@@ -244,8 +246,6 @@ def multiply_steps(
         X_FORM, Y_FORM: the forms of the operands.
         WIDTHS: what `width` may be, in the order of the code for each.
         PART: columns of Y that are read at a time.
-        turn: the address of the barrier of this warpgroup's turn, the parity to wait for, and the address of the
-            other one's barrier.
         PINGPONG: whether warpgroups take turns. Each warp arrives at the other one's barrier when the last products
             have begun.
 

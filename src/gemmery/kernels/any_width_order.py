@@ -61,8 +61,8 @@ def is_ordered(tiles, count):
 def put_in_order(table, lengths, offs, count, K, tiles):
     """Writes the numbers of all ranges to a table in shared memory, from the longest to the shortest.
 
-    Each thread loads the lengths of a few ranges from memory. It compares them with those of all ranges, which are in
-    shared memory by then.
+    Each thread computes the lengths of a few ranges from their ends in memory. It compares them with those of all
+    ranges, which are in shared memory by then.
 
     Args:
         table: its address.
@@ -86,7 +86,7 @@ def put_in_order(table, lengths, offs, count, K, tiles):
                 known = gl.expand_dims(own_length, 1)
                 is_before = gl.expand_dims(others, 0) < gl.expand_dims(own, 1)
                 longer = (length > known) | ((length == known) & is_before)
-                place += gl.sum(longer.to(gl.int32), 1)
+                place += gl.sum(gl.where(longer, 1, 0), 1)
             # Places after all ranges are never read.
             put(table + 4 * gl.minimum(place, MOST - 1), own)
         hopper.fence_async_shared()

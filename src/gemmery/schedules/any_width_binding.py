@@ -254,12 +254,14 @@ class AnyWidthBinding(Binding):
         """Rows of a block of an operand that TMA loads at a time.
 
         Args:
+            form: of the operand.
             rows: of the block.
             size: rows of the operand.
         """
         if not form.endswith("turned"):
             return ROWS if rows > BOX else rows
-        # TMA knows the end of the first 64 turned rows of a load. The others must lie within the operand.
+        # The tensor map has an end only for the first 64 turned rows of a load, so a larger box must lie within the
+        # operand. `kernels.any_width.corner` moves tiles there, except those that are cut behind whole ones.
         whole, cut, *_ = self.work.units(self.config.block_k)
         moves = size >= rows and not (whole and cut)
         return rows if moves or size % rows == 0 else ROWS
@@ -371,7 +373,8 @@ class AnyWidthBinding(Binding):
         if p.ragged == "k":
             batch, steps, many, K = (MOST_ROWS, MOST_ROWS), (APART - along, along), [1, 1], LAST_ROW.value
         if along != 1:
-            # Blocks of 64 rows, each with its elements of all K in shared memory.
+            # A box has blocks of 64 rows, each with all of a step's K. TMA counts the blocks along a dimension of its
+            # own, whose stride of 64 rows is less than the size of the rows' dimension.
             shape, strides = (*batch, -(-size // ROWS), K, size), (*steps, ROWS, along, 1)
             made = descriptor(tensor, shape, strides, (*many, 1, step, ROWS))
             made.box = [*many, box // ROWS, step, ROWS]

@@ -27,9 +27,10 @@ if TYPE_CHECKING:
 #: The part of the tensor cores' rate that is reached, and the additional time of a narrow instruction, in columns.
 EFFICIENCY, EDGE = 0.9345, 18.8
 #: EDGE's counterpart where both operands have adjacent elements along their rows, which narrow instructions read more
-#: slowly from shared memory: products take 1 + (TURNED / width)^2 times as long.
+#: slowly from shared memory: products take 1 + (TURNED / width)^2 times as long. Measured on 7 random products and on
+#: ranges of K (`turns_ready-bf16.json`, `grouped_times2-bf16.json`).
 TURNED = 20.0
-#: The factor of the products of matrices if warpgroups take turns; measured on 45 random products of an H200
+#: The factor of the products of matrices if warpgroups take turns, measured on 10 random products
 #: (`turns_ready-bf16.json`).
 IN_TURNS = 0.98
 #: The factor of the products' time if each step's sum is promoted, and if it is also scaled; for 1, 2 and 3
@@ -227,7 +228,7 @@ def costs(problem: Problem, space: Space, given: Given, takes_turns: bool, clust
     # A packed or sparse weight, which is X, has fewer bytes to load.
     loaded = x * (p.b.bits / p.a.bits) + y
     l2 = own_steps * loaded * (s.block_k * p.a.bits / 8) / share
-    l2 = l2 * _beyond_l2(p, given, terms.beyond)
+    l2 = l2 * _l2_factor(p, given, terms.beyond)
     if takes_turns and staged is None:
         compute = compute * IN_TURNS
     loop = (compute**JOINT + l2**JOINT) ** (1 / JOINT)
@@ -268,7 +269,7 @@ def costs(problem: Problem, space: Space, given: Given, takes_turns: bool, clust
 def _stream(
     problem: Problem, space: Space, given: Given, tiles: Floats, clustered: bool
 ) -> tuple[Floats, Floats]:
-    """The seconds in which bytes come from memory and go there: those that overlap with the loop, and the least.
+    """The seconds of the stream from memory and to it, which overlap with the loop, and the least seconds of both.
 
     Args:
         tiles: how many there are in all matrices.
@@ -282,8 +283,8 @@ def _stream(
     return seconds, seconds * np.where(s.block_n % EVEN_COLUMNS > 0, UNEVEN, 1.0)
 
 
-def _beyond_l2(problem: Problem, given: Given, beyond: float) -> Floats:
-    """The factor by which loads from L2 slow down if it has no room for both operands, see `BEYOND`, and in groups."""
+def _l2_factor(problem: Problem, given: Given, beyond: float) -> Floats:
+    """The factor of the time of loads from L2: `BEYOND` if it has no room for both operands, and `GROUPED_L2`."""
     p = problem
     both = (given.rows * p.a.bits + p.N * p.b.bits) * p.K / 8
     factor: Floats = 1 + beyond * np.log2(np.maximum(both / p.device.l2, 1))
