@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from ..launch.cross_compile import use_target
+from ..schedules.binding import Binding
 from .inspection.resources import Usage, usage
 
 TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx1100")
@@ -127,7 +128,7 @@ def compile_case(name: str, case: Case, everything: bool = True) -> Iterator[Rep
 
 def _plain(case: Case, device: Any, everything: bool) -> Iterator[Report]:
     from ..layout import make_problem
-    from ..schedules import bind
+    from ..schedules import bind, of
     from ..schedules.binding import promotes
     from ..select.space import configs
 
@@ -141,8 +142,12 @@ def _plain(case: Case, device: Any, everything: bool) -> Iterator[Report]:
     for tile in configs(problem):
         if tile.config.split_k > 1 and not everything and (case.dtype, case.layout) != ("bf16", "NT"):
             continue
-        compiled = bind(problem, tile.config).compile(tensors, (2.0, 1.0))
-        yield _product(case, device, tile.config, compiled, promotes(problem))
+        if of(tile.config.schedule).refusal(problem, tile.config):
+            # Clusters are for products with few tiles.
+            continue
+        binding = bind(problem, tile.config)
+        compiled = binding.compile(tensors, (2.0, 1.0))
+        yield _product(case, device, binding, compiled, promotes(problem))
 
 
 def _fused(case: Case, device: Any, everything: bool) -> Iterator[Report]:
@@ -160,8 +165,9 @@ def _fused(case: Case, device: Any, everything: bool) -> Iterator[Report]:
     choices = [tile.config for tile in configs(problem)] if everything else candidates(problem)
     reports = []
     for config in choices:
-        compiled = bind(problem, config).compile(*tensors)
-        report = _product(case, device, config, compiled, promotes(problem), passable=True)
+        binding = bind(problem, config)
+        compiled = binding.compile(*tensors)
+        report = _product(case, device, binding, compiled, promotes(problem), passable=True)
         reports.append(report)
         if not (report.passed or everything):
             break
@@ -181,7 +187,7 @@ def _elementwise(case: Case, device: Any) -> Iterator[Report]:
 
 
 def _product(
-    case: Case, device: Any, config: Any, compiled: Any, promoted: bool, passable: bool = False
+    case: Case, device: Any, binding: Binding, compiled: Any, promoted: bool, passable: bool = False
 ) -> Report:
     """The report on a compiled product.
 
@@ -189,10 +195,10 @@ def _product(
         promoted: whether partial sums are promoted: they are added in registers then, with a wait each.
         passable: whether a plan may do without this config.
     """
-    took = usage(compiled)
+    took, config = usage(compiled), binding.config
     text = compiled.asm.get("ptx") or compiled.asm["amdgcn"]
     found = tuple(word for word in _MATRIX if word in text)
-    unfit = _unfit(took, device)
+    unfit = _unfit(took, device, 4 * binding.allowed_spills)
     faults = []
     if not promoted and not (passable and unfit) and serialised(compiled):
         faults.append("waits for every single wgmma")
@@ -206,10 +212,14 @@ def _product(
     )  # fmt: skip
 
 
-def _unfit(took: Usage, device: Any) -> tuple[str, ...]:
-    """Why a plan would not launch a kernel."""
+def _unfit(took: Usage, device: Any, allowed: int = 0) -> tuple[str, ...]:
+    """Why a plan would not launch a kernel.
+
+    Args:
+        allowed: bytes of a thread that it may spill.
+    """
     words = []
-    if took.spilled:
+    if took.spilled > allowed:
         words.append(f"spills {took.spilled} bytes")
     if took.shared > device.target.shared:
         words.append(f"takes {took.shared} bytes of shared memory of {device.target.shared}")
