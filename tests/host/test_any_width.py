@@ -754,7 +754,6 @@ def test_ranges_are_put_into_order_from_the_longest_on(count):
 
     r = np.random.default_rng(count)
     lengths = r.integers(0, 20, count) * r.integers(0, 2, count)
-    # What is loaded without a mask must be there.
     offs, memory = np.cumsum(lengths), np.full(2 * 512, -7)
 
     def load(at, mask, other):
@@ -776,7 +775,7 @@ def test_ranges_are_put_into_order_from_the_longest_on(count):
     }  # fmt: skip
     for name in ("is_ordered", "lengths_of", "put_in_order"):
         names[name] = types.FunctionType(getattr(any_width_order, name).fn.__code__, names)
-    names["put_in_order"](0, 4 * 512, 0, count, offs[-1] if count else 0, 100)
+    names["put_in_order"](0, 4 * 512, 0, count, offs[-1], 100)
     if count > 512:
         assert (memory == -7).all()
     else:

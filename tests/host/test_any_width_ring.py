@@ -340,13 +340,15 @@ class Warp:
         if scale != ("s", row, k // INT4.group):
             raise Wrong("not the words' scales")
 
-    def _add(self, total, number, first, scale=None):
-        """A thread's number of the step's product is added to its total, which is `first` at first, maybe times a
-        scale.
+    def _add(self, total, number, start, scale=None):
+        """A thread's number of the step's product is added to its total, maybe times a scale.
+
+        Args:
+            start: what the total was set to before the first step.
         """
         if self.under_way:
             raise Wrong("added before it is there")
-        if first != 0:
+        if start != 0:
             raise Wrong("a sum that does not begin with 0")
         of, place = (int(re.search(r"\d+", each)[0]) for each in (total, number))
         if place == 0:
@@ -640,7 +642,7 @@ def kernel(machine, number, programs, groups, threads, boxes, forms, streams, sc
         "gl": gl, "ahead_of": ahead_of, "loaders_of": any_width_load.loaders_of, "LAST_ROW": any_width_load.LAST_ROW, "SMALL": any_width_load.SMALL, "ROW": ROW, "STAGES": STAGES, "step_of": any_width_loop.step_of,
         "later": types.FunctionType(any_width.later.fn.__code__, {"quotient": QUOTIENT}), "quotient": QUOTIENT, "shared_at": lambda at: at,
         "matrix_descriptor": lambda address, chunk: address // 16,
-        "in_block": lambda value: value, "in_blocks": lambda values: values,
+        "in_block": lambda value: value,
         "prefetch_vectors": lambda *given: None,
         "barrier": barrier, "computed": lambda value: value, "mbarrier": types.SimpleNamespace(wait=machine.wait, arrive=machine.arrive),
         "tma": types.SimpleNamespace(store_wait=lambda left: None)

@@ -45,7 +45,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from . import any_width_given as given
 from . import any_width_stage
-from .any_width_acc import BLOCK8, in_block, in_blocks
+from .any_width_acc import BLOCK8, in_block
 from .any_width_cluster import LOADERS, arrive_in_cluster, finish_in_cluster
 from .any_width_cut import combine
 from .any_width_finish import finish_tile, slots_of
@@ -294,8 +294,9 @@ def sum_steps(
     """
     return multiply_steps(
         in_block(shared_at(BARRIERS_AT)), in_block(stage), in_block(phase), in_block(ring[1]), in_block(steps),
-        in_block(heads[0]), in_block(heads[1]), in_block(y_rows), in_block(width), in_blocks(turn), scales,
-        X_ROWS, FIRST, OWN, KIND, PROMOTES, FORMAT, X_FORM, Y_FORM, WIDTHS, PART, PINGPONG,
+        in_block(heads[0]), in_block(heads[1]), in_block(y_rows), in_block(width),
+        (in_block(turn[0]), in_block(turn[1]), in_block(turn[2])), scales, X_ROWS, FIRST, OWN, KIND, PROMOTES, FORMAT,
+        X_FORM, Y_FORM, WIDTHS, PART, PINGPONG,
     )  # fmt: skip
 
 

@@ -34,15 +34,6 @@ def in_block(value):
 
 
 @gluon.jit
-def in_blocks(values):
-    """As `in_block`, of each of some numbers."""
-    made = ()
-    for i in gl.static_range(len(values)):
-        made += (in_block(values[i]),)  # type: ignore[assignment]
-    return made
-
-
-@gluon.jit
 def sums_of(left, right):
     """The sums of two accumulators' blocks."""
     made = ()
