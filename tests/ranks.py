@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 
+from tests import interpreter
+
 #: How many there are.
 COUNT = 2
 #: Seconds in which a function, and the start of the processes, has to be done.
@@ -49,6 +51,8 @@ def _serve(rank, folder, pipe, place):
     global HERE
     HERE = place
     torch.set_num_threads(1)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        interpreter.make_quick()
     how = {"backend": "gloo"}
     if place.device == "cuda":
         torch.cuda.set_device(rank)
