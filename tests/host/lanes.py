@@ -3,11 +3,9 @@
 Copies are made late or at once, as a random number says: late ones when a thread waits for them, and no sooner.
 """
 
-import re
-
 import numpy as np
 
-from .ptx import Program
+from .ptx import Program, number
 
 LANES = 32
 _COMPARE = {
@@ -77,18 +75,16 @@ class Block:
     # --- one statement ---------------------------------------------------------------------------------------------
 
     def _step(self, warp, at, active):
-        predicate, statement, _, names = self.program.statements[at]
+        predicate, code, (to, *given), _, names = self.program.statements[at]
         warp.at[active] += 1
         if predicate:
             held = warp.registers[predicate.lstrip("!")].astype(bool)
             active = active & (held != predicate.startswith("!"))
         if not active.any():
             return
-        code, _, rest = statement.partition(" ")
         if names:
             warp.at[active] = self.program.targets[at][0]
             return
-        to, *given = [x.strip() for x in re.findall(r"(?:\{[^}]*\}|\[[^\]]*\]|[^,])+", rest)] or [""]
         kind = code.split(".")[0]
         special = getattr(self, f"_{kind}", None)
         if special is not None:
@@ -100,8 +96,8 @@ class Block:
         text = text.strip()
         if text.startswith("$"):
             return np.full(LANES, self.operands[int(text[1:]) - 1], np.int64)
-        if re.fullmatch(r"-?\d+|0x[0-9a-fA-F]+", text):
-            return np.full(LANES, int(text, 0), np.int64)
+        if number(text) is not None:
+            return np.full(LANES, number(text), np.int64)
         if text.startswith("0f"):
             return np.full(LANES, np.uint32(int(text[2:], 16)).view(np.float32), np.float32)
         if text == "%tid.x":
@@ -293,8 +289,8 @@ class Block:
                 # Poison is a signalling NaN.
                 with np.errstate(invalid="ignore"):
                     right[pair + 8 * i + j, row] = numbers(word >> 16 * j & 0xFFFF)
-        for i, number in enumerate(c):
-            total[row + 8 * (i // 2), pair + i % 2] = number
+        for i, found in enumerate(c):
+            total[row + 8 * (i // 2), pair + i % 2] = found
         with np.errstate(invalid="ignore"):
             total = left @ right + total
         for i, name in enumerate(to.strip("{}").split(",")):

@@ -1,5 +1,6 @@
 """Runs the PTX of a kernel's inline assembly for one warp whose threads go the same way, so far as the tests need it."""
 
+import functools
 import re
 
 #: What compares two numbers in `setp`.
@@ -7,10 +8,22 @@ _COMPARE = {
     "eq": lambda a, b: a == b, "ne": lambda a, b: a != b, "lt": lambda a, b: a < b, "le": lambda a, b: a <= b,
     "gt": lambda a, b: a > b, "ge": lambda a, b: a >= b,
 }  # fmt: skip
+#: What computes integers of others.
+_COMPUTE = {
+    "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b, "mad": lambda a, b, c: a * b + c,
+    "min": min, "xor": lambda a, b: a ^ b, "and": lambda a, b: a & b, "shr": lambda a, b: a >> b,
+    "shl": lambda a, b: a << b,
+}  # fmt: skip
 #: What is arithmetic of integers.
-_INTEGER = ("mov", "cvt", "cvta", "add", "sub", "mul", "mad", "min", "xor", "and", "shr", "shl")
+_INTEGER = ("mov", "cvt", "cvta", *_COMPUTE)
 #: Where shared memory begins.
 _GIVEN = {"global_smem": 0}
+
+
+@functools.cache
+def number(text):
+    """The number that an operand is, or None."""
+    return int(text, 0) if re.fullmatch(r"-?\d+|0x[0-9a-fA-F]+", text) else None
 
 
 class Program:
@@ -50,7 +63,7 @@ class Program:
                 next(labels[path[:i], name] for i in range(len(path), -1, -1) if (path[:i], name) in labels)
                 for name in names
             ]
-            for at, (_, _, path, names) in enumerate(self.statements)
+            for at, (*_, path, names) in enumerate(self.statements)
         }
 
     def _add(self, statement, path, registers):
@@ -75,7 +88,9 @@ class Program:
                 r"(?<![\w.$%:])[a-z_]\w*", lambda found: registers.get(found[0], found[0]), operands
             )
             statement = f"{code} {operands}"
-        self.statements.append((predicate, statement, path, names))
+        code, _, operands = statement.partition(" ")
+        operands = re.findall(r"(?:\{[^}]*\}|\[[^\]]*\]|[^,])+", operands) or [""]
+        self.statements.append((predicate, code, [each.strip() for each in operands], path, names))
 
     def run(self, operands, machine):
         """Run it.
@@ -92,9 +107,8 @@ class Program:
             text = text.strip()
             if text.startswith("$"):
                 return operands[int(text[1:])]
-            if re.fullmatch(r"-?\d+|0x[0-9a-f]+", text):
-                return int(text, 0)
-            return registers.get(text, _GIVEN.get(text, text))
+            found = number(text)
+            return registers.get(text, _GIVEN.get(text, text)) if found is None else found
 
         def write(register, result):
             if register.startswith("$"):
@@ -103,24 +117,22 @@ class Program:
                 registers[register] = result
 
         while at < len(self.statements):
-            predicate, statement, _, names = self.statements[at]
+            predicate, code, (to, *given), _, names = self.statements[at]
             at += 1
             if predicate and registers[predicate.lstrip("!")] == predicate.startswith("!"):
                 continue
-            code, _, rest = statement.partition(" ")
             if names:
-                at = self.targets[at - 1][value(rest.split(",")[0]) if code.startswith("brx") else 0]
+                at = self.targets[at - 1][value(to) if code.startswith("brx") else 0]
                 continue
-            to, *given = re.findall(r"(?:\{[^}]*\}|\[[^\]]*\]|[^,])+", rest) or [""]
             kind = code.split(".")[0]
             if kind == "setp":
                 _, compare, *more = code.split(".")
                 found = _COMPARE[compare](value(given[0]), value(given[1]))
-                registers[to.strip()] = found and (more[0] != "and" or value(given[2]))
+                registers[to] = found and (more[0] != "and" or value(given[2]))
             elif kind in _INTEGER and not code.endswith(".f32"):
-                write(to.strip(), self._computed(kind, [value(each) for each in given], value))
+                write(to, self._computed(kind, [value(each) for each in given], value))
             else:
-                found = machine.ptx(code, [to.strip(), *map(str.strip, given)], value) or {}
+                found = machine.ptx(code, [to, *given], value) or {}
                 if not isinstance(found, dict):
                     to, result = found
                     found = dict.fromkeys(to if isinstance(to, list) else [to], result)
@@ -133,8 +145,4 @@ class Program:
             return value(values[0].strip("{}").split(",")[0])
         if kind in ("mov", "cvt", "cvta"):
             return values[0]
-        a, b, *c = values
-        return {
-            "add": lambda: a + b, "sub": lambda: a - b, "mul": lambda: a * b, "mad": lambda: a * b + c[0],
-            "min": lambda: min(a, b), "xor": lambda: a ^ b, "and": lambda: a & b, "shr": lambda: a >> b, "shl": lambda: a << b,
-        }[kind]()  # fmt: skip
+        return _COMPUTE[kind](*values)

@@ -86,16 +86,18 @@ class Machine:
         self.random = random.Random(seed)
         self.barriers, self.rows, self.loads, self.met = {}, {}, [], {}
         self.reading = Counter()
-        self.turn, self.warps, self.blocked, self.error = threading.Condition(), [], set(), None
+        self.turns, self.warps, self.blocked, self.error = [], [], set(), None
         self.now = self.late = None
 
     # --- threads ---
 
     def run(self, functions):
         self.warps = list(range(len(functions)))
+        # Each waits for its own, so that a turn wakes one thread.
+        self.turns = [threading.Semaphore(0) for _ in functions]
         self.late = self.random.choice(self.warps)
         threads = [threading.Thread(target=self._warp, args=each) for each in enumerate(functions)]
-        self.now = self.random.choice(self.warps)
+        self._pass_on(self.random.choice(self.warps))
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -110,13 +112,11 @@ class Machine:
         except Exception as error:
             # A thread can't raise it to the test; `run` does.
             self.error = self.error or error
-        with self.turn:
-            self.warps.remove(number)
-            self._next()
+        self.warps.remove(number)
+        self._next()
 
     def _wait_for_turn(self, number):
-        with self.turn:
-            self.turn.wait_for(lambda: self.now == number or self.error is not None)
+        self.turns[number].acquire()
         if self.error is not None:
             raise self.error
 
@@ -128,17 +128,21 @@ class Machine:
         free = [warp for warp in self.warps if warp not in self.blocked]
         # One warp is late most of the time.
         others = [warp for warp in free if warp != self.late]
-        self.now = self.random.choice((others if self.random.random() < 0.95 else free) or free or [None])
-        self.turn.notify_all()
+        self._pass_on(self.random.choice((others if self.random.random() < 0.95 else free) or free or [None]))
+
+    def _pass_on(self, number):
+        self.now = number
+        # After an error all end.
+        for each in self.warps if self.error is not None else () if number is None else (number,):
+            self.turns[each].release()
 
     def pause(self, ready=lambda: True):
         """Lets another warp go on, and comes back when `ready` says so."""
         number = self.now
         while True:
-            with self.turn:
-                if not ready():
-                    self.blocked.add(number)
-                self._next()
+            if not ready():
+                self.blocked.add(number)
+            self._next()
             self._wait_for_turn(number)
             if ready():
                 return
@@ -556,8 +560,8 @@ class Warp:
     def wait(self, left):
         while len(self.under_way) > left:
             done = self.under_way.pop(0)
-            self.machine.reading.subtract(each for each in done if isinstance(each, int))
-            self.busy.subtract(each for each in done if isinstance(each, str))
+            for each in done:
+                (self.machine.reading if isinstance(each, int) else self.busy)[each] -= 1
 
 
 def kernel(machine, number, programs, groups, threads, boxes, forms, streams, scaled, step, edit, changes):
