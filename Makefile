@@ -19,7 +19,7 @@ READY := $(VENV)/.ready
 # One thread a worker: torch's own threads only get into each other's way here.
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS)
 # What `make test` runs of the tests that `make test-all` runs whole.
-SAMPLE := -m 'not exhaustive' --hypothesis-profile=sample
+SAMPLE := -m 'not slow and not exhaustive' --hypothesis-profile=sample
 # Tests of one group share what they have compiled, so one worker runs them; other tests go to whichever worker is free.
 GROUPED := --dist loadgroup
 BALANCED := --dist worksteal
@@ -72,11 +72,15 @@ serve-docs: $(READY) ## the documentation while it is being written, on localhos
 # --- checks ----------------------------------------------------------------------------------------------------------
 
 .PHONY: test
-test: static test-host test-interpret test-compile ## everything that needs no GPU (13 to 27 minutes on 2 cores)
+test: static test-host test-interpret test-compile ## what needs no GPU, of each kind a sample (6 to 12 minutes on 2 cores)
+
+.PHONY: test-slow
+test-slow: SAMPLE := -m 'slow and not exhaustive' --hypothesis-profile=sample
+test-slow: test-host test-interpret test-compile ## slower tests, which `make test` leaves out
 
 .PHONY: test-all
 test-all: SAMPLE :=
-test-all: static test-host test-interpret test-compile ## the same with every kernel, size and example (much longer)
+test-all: static test-host test-interpret test-compile ## all of them, with every kernel, size and example (much longer)
 
 # Each of these has one process, so they run side by side.
 .PHONY: static

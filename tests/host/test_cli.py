@@ -92,6 +92,7 @@ def test_help_names_every_command(arguments):
         assert re.search(rf"\b{name}\b", ran.stdout), ran.stdout
 
 
+@pytest.mark.slow
 def test_sizes_may_be_given_as_they_are_printed():
     given = ["explain", "16x8192x8192", "--device", "H200"]
     assert spread(given) == ["explain", "16", "8192", "8192", "--device", "H200"]
@@ -247,6 +248,7 @@ def test_json_that_does_not_fit_on_the_disk_is_told_in_a_line(words, here):
     assert "Traceback" not in ran.stderr
 
 
+@pytest.mark.slow
 def test_json_is_appended_to_what_a_shell_keeps_of_standard_output(tmp_path):
     kept = tmp_path / "out.json"
     kept.write_text("[1]\n")
@@ -272,6 +274,7 @@ def test_a_rung_must_be_a_number(here):
     assert "Traceback" not in ran.stderr
 
 
+@pytest.mark.slow
 def test_an_unknown_rung_is_an_error():
     # Without a GPU the command starts itself anew, with the interpreter, so it needs a process of its own.
     ran = command("ladder", "9999")
@@ -280,6 +283,7 @@ def test_an_unknown_rung_is_an_error():
     assert "Traceback" not in ran.stderr
 
 
+@pytest.mark.slow
 @no_gpu
 def test_demo_refuses_to_compare_torch_with_torch():
     ran = command("demo", TRITON_INTERPRET="0")
@@ -379,6 +383,7 @@ def test_doctor_lists_every_target_with_what_it_lacks(findings):
         assert all(lack in ran.stdout for lack in target["cannot"])
 
 
+@pytest.mark.slow
 @no_gpu
 def test_doctor_without_a_gpu_names_the_fallback(findings):
     ran, found = findings
@@ -391,6 +396,7 @@ def test_doctor_without_a_gpu_names_the_fallback(findings):
         assert limit["advice"] in ran.stdout
 
 
+@pytest.mark.slow
 def test_doctor_runs_the_kernels_in_the_interpreter(tmp_path):
     path = tmp_path / "findings.json"
     ran = command("doctor", "--json", str(path), TRITON_INTERPRET="1")
@@ -444,6 +450,7 @@ print(json.dumps({"seconds": seconds, "modules": sorted({name.split(".")[0] for 
 """
 
 
+@pytest.mark.slow
 def test_import_is_quick_and_takes_only_what_it_needs():
     runs = [python("-c", COST) for _ in range(2)]
     for ran in runs:
@@ -512,6 +519,7 @@ def test_the_module_as_a_command_imports_no_torch_for_help(module):
     assert " torch" not in ran.stderr
 
 
+@pytest.mark.slow
 def test_a_command_has_all_of_gemmery(tmp_path):
     """`gemmery.plan` is the function, though a module of that name is imported on the way."""
     script = tmp_path / "gemmery"
@@ -524,6 +532,7 @@ def test_a_command_has_all_of_gemmery(tmp_path):
     assert ran.stdout.splitlines()[-1] == "matmul", ran.stderr
 
 
+@pytest.mark.slow
 def test_a_module_that_imports_gemmery_gets_its_operators(tmp_path):
     """Python looks for the module of -m with the same first argument, whatever the module is."""
     (tmp_path / "app").mkdir()
@@ -574,6 +583,7 @@ sys.meta_path.insert(0, Finder)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["torch", "triton"])
 def test_without_torch_or_triton_import_and_command_say_what_to_install(name, tmp_path):
     ran = python("-c", MISSING.format(name=name, run="import gemmery"))
@@ -604,6 +614,7 @@ def test_what_an_old_triton_lacks_is_told_with_what_to_install(kind, monkeypatch
     assert str(advised(error)) == f"triton 3.5.1 is too old: {ADVICE['triton']}"
 
 
+@pytest.mark.slow
 def test_version_needs_no_package_of_the_command_line():
     ran = python(
         "-c", MISSING.format(name="typer", run="import runpy; runpy.run_module('gemmery')"), "--version"

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import pytest
 import torch
 
 import gemmery.compile
@@ -17,6 +18,7 @@ print([name for name in ("torch._inductor.select_algorithm", "torch._dynamo") if
 """
 
 
+@pytest.mark.slow
 def test_the_import_changes_nothing():
     ran = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True)
     assert ran.stdout.split() == ["[]"]

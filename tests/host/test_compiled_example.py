@@ -14,6 +14,7 @@ pytest.importorskip("transformers", minversion="5")
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "compiled_model.py"
 
 
+@pytest.mark.slow
 def test_it_computes_the_same(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["compiled_model.py"])
     runpy.run_path(str(EXAMPLE), run_name="__main__")

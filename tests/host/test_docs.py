@@ -405,6 +405,7 @@ def test_the_style_sheet_is_told_how_long_the_lines_of_output_are():
 # --- the ladder
 
 
+@pytest.mark.slow
 def test_a_rung_that_was_not_measured_says_so():
     (*_, last) = rungs.rungs()
     run = rungs.recorded()
@@ -414,6 +415,7 @@ def test_a_rung_that_was_not_measured_says_so():
     assert f"({rungs.place(last)})" in rungs.overview(run)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("rung", rungs.rungs(), ids=lambda rung: rung.path.stem)
 def test_a_rung_asks_and_explains(rung):

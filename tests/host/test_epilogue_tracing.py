@@ -102,6 +102,7 @@ print(*[name for name in ("sympy", "torch._dynamo", "torch._inductor") if name i
 """
 
 
+@pytest.mark.slow
 def test_tracing_does_not_import_a_compiler():
     ran = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True)
     assert ran.stdout.split() == []

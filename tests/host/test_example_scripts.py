@@ -64,6 +64,7 @@ def test_sampling_and_training_have_the_same_bits(printed):
 
 
 # One worker starts processes at a time.
+@pytest.mark.slow
 @pytest.mark.xdist_group("ranks")
 def test_two_ranks_give_what_one_does():
     how = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -1241,6 +1241,7 @@ def test_torch_compile_takes_it_as_an_input(q):
     same(q.dequantize(), q.clone().dequantize())
 
 
+@pytest.mark.slow
 def test_import_is_lazy():
     code = (
         "import sys, gemmery; assert callable(gemmery.quantize) and issubclass(gemmery.QuantizedTensor, object); "

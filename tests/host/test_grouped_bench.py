@@ -421,6 +421,7 @@ def run(monkeypatch, gpu, watch, tmp_path):
     return main
 
 
+@pytest.mark.slow
 def test_a_run_is_written(run, capsys, monkeypatch):
     status, data = run("--inputs", "3")
     assert status == 1

@@ -572,6 +572,7 @@ def test_the_page_opens_with_the_gpu_at_hand(monkeypatch):
     assert Request({}).first() == Query()
 
 
+@pytest.mark.slow
 def test_the_command_serves_until_it_is_interrupted():
     paths = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
     words = ["lab", "--no-open", "--port", "0", "--shapes", "16x4096x4096"]

@@ -158,6 +158,7 @@ def test_few_rows_of_a_packed_weight_take_few_rows_of_tiles(format):
             assert config.block_m <= rows, (M, N, K, str(config))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("format", measured.PACKED)
 def test_what_was_timed_decides_where_it_was(format):

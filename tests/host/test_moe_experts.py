@@ -220,6 +220,7 @@ def test_packed_weights(format):
     assert c.grad.abs().max() > 0
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("activation", ["silu", gate(clamped_swiglu)], ids=["silu", "clamped"])
 @pytest.mark.parametrize("layout", ["stacked", "alternating and transposed"])
@@ -862,6 +863,7 @@ def test_autocast():
 # --- registering
 
 
+@pytest.mark.slow
 def test_importing_gemmery_leaves_transformers_alone():
     code = "import sys, gemmery.nn, gemmery.moe; sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

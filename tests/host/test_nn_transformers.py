@@ -252,6 +252,7 @@ print((peak - begun) / sum(x.nbytes for x in model.parameters()))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "format", [x if x == "e4m3" else pytest.param(x, marks=pytest.mark.exhaustive) for x in FORMATS]
 )
@@ -280,6 +281,7 @@ def test_loading_takes_little_more_memory_than_the_packed_model(format, tmp_path
     assert float(done.stdout.split()[-1]) <= 1.2
 
 
+@pytest.mark.slow
 def test_importing_gemmery_does_not_import_transformers():
     code = "import gemmery, gemmery.nn, sys; assert 'transformers' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -352,6 +354,7 @@ def test_gradients_reach_what_is_trained(stored):
     assert model.model.layers[0].mlp.up_proj.bias.grad.abs().max() > 0
 
 
+@pytest.mark.slow
 def test_it_compiles_generates_and_is_copied(stored):
     model = quantised(stored)
     assert model.hf_quantizer.is_compileable

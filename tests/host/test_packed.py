@@ -292,6 +292,7 @@ class Block(nn.Module):
         return self.down(F.silu(self.up(x)))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -317,6 +318,7 @@ def test_compiled_weights_that_are_made_there():
     same([compiled(half, "aot_eager")(x, w[0])], [half(x, w[0])], 1e-2)
 
 
+@pytest.mark.slow
 def test_compiled_vmap():
     x, w, b = values(3, 5, K), weight("int8 channel", order=True), values(3, N)
     for way in (lambda x, b: gemmery.linear(x, w), lambda x, b: gemmery.linear(x, w, b, epilogue=GELU)):

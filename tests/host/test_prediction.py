@@ -51,6 +51,7 @@ def held_out(data):
 # --- against recorded times -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", calibration.METHODS)
 def test_shapes_that_were_left_out_are_predicted(data, held_out, method):
     found = fit_prediction.summarise(data[method], held_out[method][0])
@@ -70,6 +71,7 @@ def outdated(row):
     return False
 
 
+@pytest.mark.slow
 def test_no_recorded_row_is_left_out(data, held_out):
     files = [results.read(path) for path in recorded.fitted(RESULTS)]
     rows = [row for file in files for row in file["rows"] if "burst" in row.get("summary", {})]
@@ -83,6 +85,7 @@ def test_no_recorded_row_is_left_out(data, held_out):
         assert {file["suite"] for file in files} >= {"lowbit", "scaled", "fused", "views", "odd", "strided"}
 
 
+@pytest.mark.slow
 def test_random_products_are_not_fitted_to(tmp_path):
     """Not by the script, nor by anything else that reads recorded results."""
     known = tmp_path / "decode-bf16.json"
@@ -119,6 +122,7 @@ def test_times_of_kernels_that_are_gone_are_not_told():
     assert len(told) == 2 * len(rows) - len(old)
 
 
+@pytest.mark.slow
 def test_a_shape_is_predicted_without_its_own_times(data, held_out):
     """Whatever the times of a shape are, in suites and tables, what is predicted of it stays."""
     each = data["gemmery"]
@@ -146,6 +150,7 @@ def test_the_shipped_constants_are_of_the_recorded_results():
     assert written == now, "results or tables have changed: run python benchmarks/fit_prediction.py"
 
 
+@pytest.mark.slow
 def test_errors_are_expected_to_be_as_large_as_they_are(data, held_out):
     known, _ = calibration.calibration_of(H200)
     for method, (errors, deviation) in held_out.items():
@@ -189,6 +194,7 @@ def _named(mine, theirs, measured_mine, measured_theirs):
     return int((ours_wins | theirs_wins).sum()), int(wrong.sum())
 
 
+@pytest.mark.slow
 def test_winners_of_rows_that_were_left_out_are_right_as_often_as_is_said(data, held_out):
     known, _ = calibration.calibration_of(H200)
     ends, times = {}, {}
@@ -207,6 +213,7 @@ def test_winners_of_rows_that_were_left_out_are_right_as_often_as_is_said(data, 
     assert wrong <= (1 - calibration.COVERAGE) * named
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [11, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_winners_of_recorded_rows_are_not_named_wrongly(step):
     rows = [row for row in recorded.read_results(RESULTS) if set(calibration.METHODS) <= set(row.seconds)]

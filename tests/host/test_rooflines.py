@@ -93,6 +93,7 @@ def test_a_folder_of_results_decides_what_counts_as_measured(tmp_path):
         rooflines.rooflines(H200, suite_names=["square"], results=tmp_path)
 
 
+@pytest.mark.slow
 def test_the_picture_has_roofs_of_what_is_in_it(tmp_path):
     results = recorded.folder()
     for device, names, texts in (

@@ -222,6 +222,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 def test_a_triton_that_nobody_read_gets_kernels_that_run_with_all_of_them():
     versioned = {name for name, each in schedules.REGISTRY.items() if each.versions}
     assert versioned

@@ -37,6 +37,7 @@ def ranks():
     made.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ("bare", pytest.param("bias", marks=EXHAUSTIVE), "relu", "args"))
 def test_all_placements_of_a_linear(ranks, kind):
     first, second = ranks(sharded.linears, kind)
@@ -86,6 +87,7 @@ def test_tensor_parallel_modules(ranks, which):
     ranks(sharded.tensor_parallel, which)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "which",
     (
@@ -105,6 +107,7 @@ def test_fully_sharded_modules(ranks, is_compiled):
     ranks(sharded.fully_sharded, is_compiled)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "function",
     (
@@ -124,6 +127,7 @@ class TestExperts:
     def test_expert_parallel(self, ranks, name):
         ranks(sharded.expert_parallel, name)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         "name", ("gated", *(pytest.param(x, marks=EXHAUSTIVE) for x in ("biases", "int4", "2:4")))
     )
@@ -196,6 +200,7 @@ def test_a_part_of_a_stacked_layers_output_is_refused():
         block(torch.randn(4, 8))
 
 
+@pytest.mark.slow
 def test_a_hang_is_a_failure():
     own = processes.Ranks()
     own(sharded.ready)

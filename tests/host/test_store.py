@@ -125,6 +125,7 @@ print("sqlite3" in sys.modules, "platformdirs" in sys.modules)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variables", [{}, {"GEMMERY_STORE": "1"}], ids=["off", "on"])
 def test_sqlite_waits_for_a_file(variables, tmp_path):
     """`import gemmery` imports neither sqlite3 nor platformdirs; a lookup the latter, to find out where to look."""

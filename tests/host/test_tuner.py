@@ -147,6 +147,7 @@ def test_each_timing_is_in_the_store_before_the_next_is_taken(tune, kept):
     assert seen[: len(few)] == list(range(len(few)))
 
 
+@pytest.mark.slow
 def test_what_is_known_is_not_measured_again_unless_asked(tune):
     (first,) = tune(Meter(apart()), exhaustive=True)
     again = Meter(apart())

@@ -230,6 +230,7 @@ def test_tune_prints_a_line_a_problem_and_keeps_all(gpu, tmp_path, kept):
     assert again.calls
 
 
+@pytest.mark.slow
 def test_tune_interrupted(gpu, tmp_path, kept):
     def stop(number):
         if number == 2:

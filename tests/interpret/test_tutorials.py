@@ -218,6 +218,7 @@ def test_a_wrong_answer_is_told_with_the_right_one(common: ModuleType) -> None:
         dataclasses.replace(masked, stub=masked.solution, check=check).review()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [3, 5, 12])
 def test_notebook_runs(tmp_path: Path, number: int) -> None:
     rung = next(rung for rung in rungs.rungs() if rung.number == number)
