@@ -66,6 +66,8 @@ from .any_width_load import (
 )
 from .any_width_loop import STAGES, multiply_steps, step_of, x_bytes_of
 from .any_width_order import WORDS, in_order, put_in_order
+from .any_width_places import WORDS as PLACE_WORDS
+from .any_width_places import post_place, take_place
 from .order import quotient
 from .rings import barrier, begin_roles
 
@@ -198,22 +200,6 @@ def corner(
 
 
 @gluon.jit
-def steps_at(
-    unit, units, known, state, shape, tile, PLACE: gl.constexpr, X_ROWS: gl.constexpr, STEP: gl.constexpr,
-    SWAP: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr,
-):  # fmt: skip
-    """The steps of a unit that another warpgroup has; any number if there is no such unit."""
-    if in_ranges(X_FORM, Y_FORM):
-        unit = gl.minimum(unit, units - 1)
-        _, _, _, first_k, last_k, _, _ = corner(
-            unit, known, state, shape, tile, PLACE, False, X_ROWS, SWAP, X_FORM, Y_FORM
-        )
-        return gl.cdiv(last_k - first_k, STEP)
-    else:
-        return gl.cdiv(shape[2], STEP)
-
-
-@gluon.jit
 def placed(
     unit, known, state, shape, ROWS, COLS, band_m, PLACE: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr
 ):  # fmt: skip
@@ -230,9 +216,10 @@ def placed(
 def produce(
     ring, first, shape, state, tile, loads, vectors, PLACE: gl.constexpr, EDGES: gl.constexpr, X_ROWS: gl.constexpr,
     STEP: gl.constexpr, SWAP: gl.constexpr, CLUSTERED: gl.constexpr, FORMAT: gl.constexpr, X_FORM: gl.constexpr,
-    Y_FORM: gl.constexpr, BARRIERS_AT: gl.constexpr,
+    Y_FORM: gl.constexpr, BARRIERS_AT: gl.constexpr, PLACES: gl.constexpr,
 ):  # fmt: skip
-    """Loads the blocks that `consume` multiplies, in the same order, after those that `begin` has loaded.
+    """Loads the blocks that `consume` multiplies, in the same order, after those that `begin` has loaded, and finds
+    the places of the program's tiles for it.
 
     Args:
         first: what `corner` says of the program's first unit.
@@ -251,6 +238,8 @@ def produce(
     units = state[0]
     if EDGES:
         units = end_of_units(state, shape, X_ROWS, SWAP)
+    places_at = shared_at(BARRIERS_AT) + 8 * PLACES
+    number = gl.to_tensor(0)
     for unit in range(gl.program_id(0), units, gl.num_programs(0)):
         # `corner` may read memory. It is called a tile ahead, so that the next tile's loads do not wait for it.
         following = corner(
@@ -267,6 +256,11 @@ def produce(
         )  # fmt: skip
         stage, phase = later(stage, phase, gl.cdiv(last_k - first_k, STEP), ring)
         row, col, end, first_k, last_k, batch, known = following
+        # Warpgroups wait for the other parity.
+        post_place(
+            places_at, number, (row, col, end, batch), first_k, gl.cdiv(last_k - first_k, STEP), stage, phase ^ 1
+        )  # fmt: skip
+        number += 1
         # Otherwise the compiler makes a second copy of the loads for the first tile.
         first_k = computed(first_k)
 
@@ -357,11 +351,11 @@ def heads_of(
 @gluon.jit
 def consume(
     out, slots, ring, first, step_args, args, workspace, shape, state, tile, GROUP: gl.constexpr, GROUPS: gl.constexpr,
-    PLACE: gl.constexpr, EDGES: gl.constexpr, READY: gl.constexpr, GIVEN: gl.constexpr, SECOND: gl.constexpr,
-    EPILOGUE: gl.constexpr, CAST: gl.constexpr, KIND: gl.constexpr, PROMOTES: gl.constexpr, EVERY: gl.constexpr,
-    X_ROWS: gl.constexpr, WIDTHS: gl.constexpr, SWAP: gl.constexpr, CLUSTERED: gl.constexpr, LOOPS: gl.constexpr,
-    PINGPONG: gl.constexpr, FORMAT: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr, BUFFERS: gl.constexpr,
-    PART: gl.constexpr, RING_BYTES: gl.constexpr, BARRIERS_AT: gl.constexpr,
+    EDGES: gl.constexpr, READY: gl.constexpr, GIVEN: gl.constexpr, SECOND: gl.constexpr, EPILOGUE: gl.constexpr,
+    CAST: gl.constexpr, KIND: gl.constexpr, PROMOTES: gl.constexpr, EVERY: gl.constexpr, X_ROWS: gl.constexpr,
+    WIDTHS: gl.constexpr, SWAP: gl.constexpr, CLUSTERED: gl.constexpr, LOOPS: gl.constexpr, PINGPONG: gl.constexpr,
+    FORMAT: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr, BUFFERS: gl.constexpr, PART: gl.constexpr,
+    RING_BYTES: gl.constexpr, BARRIERS_AT: gl.constexpr, PLACES: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup's part of the work.
 
@@ -387,19 +381,20 @@ def consume(
     own = gl.program_id(0)
     programs = gl.num_programs(0)
     every = programs
-    STEP: gl.constexpr = step_of(KIND, FORMAT)
+    row, col, end, first_k, last_k, batch, _ = first
+    steps = gl.cdiv(last_k - first_k, step_of(KIND, FORMAT))
+    places_at = shared_at(BARRIERS_AT) + 8 * PLACES
+    # Of the last tile's place. All warps know that of the program's first tile, so it is not posted.
+    number = gl.to_tensor(-1)
     if PINGPONG:
         own += GROUP * every
         every *= 2
         if GROUP == 1:
-            stage, phase = later(stage, phase, gl.cdiv(first[4] - first[3], STEP), ring)
+            number = gl.to_tensor(0)
+            if own < units:
+                row, col, end, batch, first_k, steps, stage, phase = take_place(places_at, number)
     if own >= units:
         mbarrier.arrive(unused(ring))
-    row, col, end, first_k, last_k, batch, known = first
-    if PINGPONG and GROUP == 1:
-        row, col, end, first_k, last_k, batch, known = corner(
-            own, known, state, shape, tile, PLACE, EDGES, X_ROWS, SWAP, X_FORM, Y_FORM
-        )
     own_slot = RING_BYTES // (128 * PART) + GROUP * BUFFERS
     taken = 0
     total = 0
@@ -426,9 +421,8 @@ def consume(
         scales = ()
         if EVERY is not None:
             scales = scales_of(step_args, row + FIRST, col, (end, shape[1]), first_k, EVERY[0], EVERY[1])
-        own_steps = gl.cdiv(last_k - first_k, STEP)
         acc = sum_steps(
-            (heads[0], heads[1] + 8 * skipped), ring, own_steps, stage, phase, tile[0], width,
+            (heads[0], heads[1] + 8 * skipped), ring, steps, stage, phase, tile[0], width,
             (turn_at(GROUP, BARRIERS_AT), turn, turn_at(1 - GROUP, BARRIERS_AT)), scales, KIND, PROMOTES, X_ROWS, FIRST,
             OWN, WIDTHS, PART, FORMAT, X_FORM, Y_FORM, PINGPONG, BARRIERS_AT,
         )  # fmt: skip
@@ -481,17 +475,10 @@ def consume(
                 )  # fmt: skip
                 if GIVEN is not None:
                     taken += total
-        if PINGPONG:
-            # The stages of the tile between are the other warpgroup's.
-            own_steps += steps_at(
-                unit + programs, units, known, state, shape, tile, PLACE, X_ROWS, STEP, SWAP, X_FORM, Y_FORM
-            )
-        stage, phase = later(stage, phase, own_steps, ring)
-        # The next tile's corner. If it were computed just before the K loop, it would take registers in the loop.
+        number += 2 if PINGPONG else 1
+        # With PINGPONG, the tile between is the other warpgroup's.
         if unit + every < units:
-            row, col, end, first_k, last_k, batch, known = corner(
-                unit + every, known, state, shape, tile, PLACE, EDGES, X_ROWS, SWAP, X_FORM, Y_FORM
-            )
+            row, col, end, batch, first_k, steps, stage, phase = take_place(places_at, number)
     tma.store_wait(0)
 
 
@@ -593,8 +580,9 @@ def gemm_any_width(
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(out.layout.swizzle_byte_width, out.layout.element_bitwidth, 2)
     slots = gl.allocate_shared_memory(out.dtype, [COUNT, ROWS, COLS], LAYOUT)
     PARTS: gl.constexpr = given.barriers_of(GIVEN, GROUPS) + (GROUPS if CLUSTERED else 0)
-    COUNTED: gl.constexpr = 2 * STAGES + 4 + PARTS
-    # The table of the ranges' order follows them.
+    # The places of tiles follow them, and the table of the ranges' order.
+    PLACES: gl.constexpr = 2 * STAGES + 4 + PARTS
+    COUNTED: gl.constexpr = PLACES + PLACE_WORDS
     TABLE: gl.constexpr = WORDS if in_ranges(X_FORM, Y_FORM) else 0
     barriers = gl.allocate_shared_memory(gl.int64, [COUNTED + TABLE, 1], mbarrier.MBarrierLayout())
     BARRIERS_AT: gl.constexpr = SLOTS * SLOT
@@ -618,13 +606,13 @@ def gemm_any_width(
         consume,
         (out, slots, ring, first, step_args, args, workspace, shape, state, tile),
         (
-            GROUPS, PLACE, EDGES, READY, GIVEN, SECOND, EPILOGUE, CAST, KIND, PROMOTES, EVERY, X_ROWS, WIDTHS, SWAP,
-            CLUSTERED, LOOPS, PINGPONG, FORMAT, X_FORM, Y_FORM, BUFFERS, PART, RING_BYTES, BARRIERS_AT,
+            GROUPS, EDGES, READY, GIVEN, SECOND, EPILOGUE, CAST, KIND, PROMOTES, EVERY, X_ROWS, WIDTHS, SWAP, CLUSTERED,
+            LOOPS, PINGPONG, FORMAT, X_FORM, Y_FORM, BUFFERS, PART, RING_BYTES, BARRIERS_AT, PLACES,
         ),
         produce,
         (
             ring, first, shape, state, tile, loads, (x_vectors, y_vectors), PLACE, EDGES, X_ROWS, STEP, SWAP,
-            CLUSTERED, FORMAT, X_FORM, Y_FORM, BARRIERS_AT,
+            CLUSTERED, FORMAT, X_FORM, Y_FORM, BARRIERS_AT, PLACES,
         ),
         GROUPS, LOADERS if CLUSTERED else loaders_of(X_ROWS), REGISTERS, LOADER_REGISTERS,
     )  # fmt: skip

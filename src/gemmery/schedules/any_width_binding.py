@@ -211,10 +211,10 @@ class AnyWidthBinding(Binding):
 
     def check(self, compiled: Any) -> None:
         """Raises RuntimeError unless the ring, its barriers and the tensor maps are where the assembly expects them."""
-        from ..kernels import any_width_order
+        from ..kernels import any_width_order, any_width_places
 
         check_maps(compiled.asm["ptx"])
-        words = 2 * MOST_STAGES + 4 + self.parts_barriers
+        words = 2 * MOST_STAGES + 4 + self.parts_barriers + any_width_places.WORDS.value
         words += any_width_order.WORDS.value if self.problem.ragged == "k" else 0
         check_memory(compiled.asm["llir"], self.tile.slots * self.tile.part * ROW, words)
 
