@@ -395,6 +395,8 @@ def consume(
                 row, col, end, batch, first_k, steps, stage, phase = take_place(places_at, number)
     if own >= units:
         mbarrier.arrive(unused(ring))
+    # Whether the last tile along Y multiplies only the columns that the others leave.
+    NARROWS: gl.constexpr = PINGPONG and len(WIDTHS) > 1
     own_slot = RING_BYTES // (128 * PART) + GROUP * BUFFERS
     taken = 0
     total = 0
@@ -406,8 +408,11 @@ def consume(
         own_slot = computed(gl.to_tensor(own_slot))
     for unit in range(own, units, every):
         row, col = computed(row), computed(col)
-        if EDGES:
-            width = gl.where(unit < whole, tile[0], tile[2])
+        if EDGES or NARROWS:
+            is_whole = unit < whole
+            if NARROWS:
+                is_whole = col + tile[0] < (shape[0] if SWAP else shape[1])
+            width = gl.where(is_whole, tile[0], tile[2])
             skipped = tile[0] - width
             col += skipped
             if GIVEN is not None:
@@ -519,7 +524,7 @@ def gemm_any_width(
             with EDGES. Were they in a tuple, Triton would compile a kernel for each of their values.
         width: rows of Y in a tile, one of WIDTHS.
         band_m: the height of a tile band, see `order`.
-        edge: rows of Y that an edge tile multiplies, one of WIDTHS.
+        edge: rows of Y that an edge tile multiplies, one of WIDTHS; with PINGPONG the last tile along Y.
         x_box, y_box: rows that the tensor maps load at a time.
         x_size, y_size: see `load_steps`.
         streams: 1 if X is the first to leave L2, 2 if Y is, 0 if neither is.
