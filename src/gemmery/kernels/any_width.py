@@ -18,10 +18,12 @@ CUTLASS's cooperative and ping-pong schedules (github.com/NVIDIA/cutlass).
 
 The ring holds the blocks of X of all stages, then those of Y, and then group parameters. Each stage has two barriers:
 `full` is complete when its blocks have arrived, `free` when all warps have read them. `turn` says which warpgroup may
-multiply. `unused` is complete when no warpgroup reads the ring any more.
+multiply. `unused` is complete when no warpgroup reads the ring any more. The loading warp also finds out where the
+program's tiles are, see `any_width_places`.
 
 Where the tiles at the end of Y would begin one more wave, they are edge tiles: all columns are loaded, but only those
-that are left, or a few more, are multiplied and stored. They come last, see `edge_of`.
+that are left, or a few more, are multiplied and stored. They come last, see `edge_of`. With PINGPONG, all tiles at the
+end of Y are like that, and stay in their order.
 
 A tile goes to memory in parts of 64 rows of X by some of Y, through slots of shared memory. Each warpgroup has its own
 slots. A program's last tile has a slot for each part, in the ring. With CLUSTERED, each program of a cluster stores
@@ -407,7 +409,6 @@ def consume(
         # A constant would put its offset among those by which the compiled kernel is checked.
         own_slot = computed(gl.to_tensor(own_slot))
     for unit in range(own, units, every):
-        row, col = computed(row), computed(col)
         if EDGES or NARROWS:
             is_whole = unit < whole
             if NARROWS:
