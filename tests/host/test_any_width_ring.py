@@ -870,7 +870,7 @@ def emulate(
 
     last = divisor(programs if edge else parts)
     # The last tile along Y, where warpgroups take turns.
-    narrow = less if takes_turns and N > width and 0 < N % width <= less else width
+    narrow = less if takes_turns and width < N and 0 < N % width <= less else width
     state, tile = (units, whole, parts, part_k, down, across, (1, 1, 1, last)), (width, 8, edge or narrow)
     # PROMOTES, EVERY, X_ROWS, its widths, SWAP, CLUSTERED, LOOPS, PINGPONG, FORMAT, both forms, BUFFERS, PART, RING_BYTES,
     # BARRIERS_AT and PLACES.

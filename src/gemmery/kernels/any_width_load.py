@@ -407,8 +407,8 @@ def begin(
         k, last_k: where the steps begin and end along K, of which there may be none.
         READERS, GROUPS: arrivals at `free` and at `unused`. At `full` each operand arrives, and at a warpgroup's turn
             each warp of the other one.
-        PARTS: barriers at which parts of the epilogue's matrix, or of a cluster's sums, arrive. Those of `any_width_places`
-            follow them.
+        PARTS: barriers at which parts of the epilogue's matrix, or of a cluster's sums, arrive. Those of the tiles'
+            places follow them.
     """
     full_, stages_, k_, last_, *of_operands, streams_ = (f"${i}" for i in range(1, 13))
     format = format_of(FORMAT)

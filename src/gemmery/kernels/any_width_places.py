@@ -36,12 +36,12 @@ def post_place(places, number, corner, first_k, steps, stage, phase):
         corner, first_k: the first four numbers and the fifth one.
         steps, stage, phase: of the tile.
     """
-    put_place(places, number, corner + (first_k, (steps << BITS | stage) << 1 | phase))
+    put_place(places, number, corner + (first_k, (steps << BITS | stage) << 1 | phase))  # noqa: RUF005
 
 
 @gluon.jit
 def take_place(places, number):
-    """What was posted, once it is there: the corner, where the range of K begins, the steps, the stage and the parity."""
+    """What was posted, once it is there: the corner, where K begins, the steps, the stage and the parity."""
     row, col, end, batch, first_k, steps = got_place(places, number)
     stage = steps >> 1 & ((1 << BITS) - 1)
     return row, col, end, batch, first_k, steps >> BITS + 1, stage, steps & 1
