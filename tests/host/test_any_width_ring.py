@@ -97,9 +97,10 @@ class Machine:
         self.turns = [threading.Semaphore(0) for _ in functions]
         self.late = self.random.choice(self.warps)
         threads = [threading.Thread(target=self._warp, args=each) for each in enumerate(functions)]
-        self._pass_on(self.random.choice(self.warps))
         for thread in threads:
             thread.start()
+        # No sooner: a thread that ended before another one began would lend it its identifier.
+        self._pass_on(self.random.choice(self.warps))
         for thread in threads:
             thread.join()
         if self.error is not None:
