@@ -72,7 +72,7 @@ serve-docs: $(READY) ## the documentation while it is being written, on localhos
 # --- checks ----------------------------------------------------------------------------------------------------------
 
 .PHONY: test
-test: static test-host test-interpret test-compile ## what needs no GPU, of each kind a sample (6 to 12 minutes on 2 cores)
+test: static test-host test-interpret test-compile ## a sample of what needs no GPU (6 to 12 minutes on 2 cores)
 
 .PHONY: test-slow
 test-slow: SAMPLE := -m 'slow and not exhaustive' --hypothesis-profile=sample
@@ -80,7 +80,7 @@ test-slow: test-host test-interpret test-compile ## slower tests, which `make te
 
 .PHONY: test-all
 test-all: SAMPLE :=
-test-all: static test-host test-interpret test-compile ## all of them, with every kernel, size and example (much longer)
+test-all: static test-host test-interpret test-compile ## both, with every kernel, size and example (much longer)
 
 # Each of these has one process, so they run side by side.
 .PHONY: static
