@@ -124,6 +124,13 @@ def later(stage, phase, steps, ring):
 
 
 @gluon.jit
+def in_widths(columns, WIDTHS: gl.constexpr):
+    """The least of WIDTHS, which are in order, with so many columns; or more than all of them."""
+    EACH: gl.constexpr = WIDTHS[1] - WIDTHS[0]
+    return gl.maximum(gl.cdiv(columns, EACH) * EACH, WIDTHS[0])
+
+
+@gluon.jit
 def edge_of(unit, state):
     """Which edge tile a unit is; negative if it is a whole one.
 
@@ -397,7 +404,7 @@ def consume(
                 row, col, end, batch, first_k, steps, stage, phase = take_place(places_at, number)
     if own >= units:
         mbarrier.arrive(unused(ring))
-    # Whether the last tile along Y multiplies only the columns that the others leave.
+    # Whether the last tile along Y, or of a group's rows, multiplies only the columns that the others leave.
     NARROWS: gl.constexpr = PINGPONG and len(WIDTHS) > 1
     own_slot = RING_BYTES // (128 * PART) + GROUP * BUFFERS
     taken = 0
@@ -409,7 +416,9 @@ def consume(
         # A constant would put its offset among those by which the compiled kernel is checked.
         own_slot = computed(gl.to_tensor(own_slot))
     for unit in range(own, units, every):
-        if EDGES or NARROWS:
+        if NARROWS and SWAP and in_groups(X_FORM, Y_FORM):
+            width = gl.minimum(tile[0], in_widths(end - col, WIDTHS))
+        elif EDGES or NARROWS:
             is_whole = unit < whole
             if NARROWS:
                 is_whole = col + tile[0] < (shape[0] if SWAP else shape[1])
