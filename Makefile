@@ -88,7 +88,7 @@ static: $(READY)
 	@$(MAKE) -j$(WORKERS) lint types docs
 
 .PHONY: lint
-lint: $(READY) ## ruff: rules and format
+lint: $(READY) ## check with ruff: rules and format
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
 
@@ -97,7 +97,7 @@ types: $(READY) ## mypy
 	$(PY) -m mypy
 
 .PHONY: format
-format: $(READY) ## let ruff repair and format
+format: $(READY) ## fix and format with ruff
 	$(PY) -m ruff check --fix
 	$(PY) -m ruff format
 
@@ -116,7 +116,7 @@ test-compile: $(READY) ## a sample of kernels compiled for other machines' GPUs
 	$(COMPILED) $(PYTEST) $(GROUPED) tests/compile $(SAMPLE) $(ARGS)
 
 .PHONY: test-browser
-test-browser: $(READY) ## the lab's page in Chromium, which has to be there: chromium and chromium-driver on Debian
+test-browser: $(READY) ## the lab's page in Chromium, which must be installed: chromium and chromium-driver on Debian
 	$(COMPILED) $(PYTEST) -n 0 tests/browser $(ARGS)
 
 .PHONY: check-targets
@@ -137,11 +137,11 @@ package: .venv-package/.ready ## the sdist and the wheel, into dist/
 	$(<D)/bin/python -m twine check --strict dist/*
 
 .PHONY: test-package
-test-package: package $(READY) .venv-triton-oldest/.ready .venv-triton-newest/.ready ## both installed elsewhere and tried
+test-package: package $(READY) .venv-triton-oldest/.ready .venv-triton-newest/.ready ## install both in new environments and test them
 	$(PY) tests/package/install.py dist --builder .venv-package --triton .venv-triton-oldest --triton .venv-triton-newest
 
 .PHONY: check-release
-check-release: package ## what a release needs beside tests: version, changelog, addresses
+check-release: package ## what a release needs besides tests: version, changelog, addresses
 	$(PYTHON) .ci/release.py $(ARGS)
 
 # Of tests with parameters, a sixteenth: the kernels of one version of Triton are nearly those of another.

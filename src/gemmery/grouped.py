@@ -417,7 +417,7 @@ def _groups(op: str, x: Tensor, offs: Any, axis: Axis, most: int, count: int | N
         count: how many groups there must be.
     """
     if offs is None:
-        raise ValueError(f"{op}: offs is missing; operands of these ranks need the ends of the groups")
+        raise ValueError(f"{op}: offs is missing; it contains the end of each group, as torch.int32")
     check_tensor(op, "offs", offs)
     if offs.dim() != 1 or (count is not None and offs.shape[0] != count):
         wanted = (
@@ -450,8 +450,10 @@ def _check_numbers(op: str, offs: Tensor, given: dict[str, tuple[Tensor | None, 
         # All rows have a place in the result, including those after the last group.
         used = numbers if name == "scatter" else numbers[: int(offs[-1])]
         if used.numel() and not 0 <= int(used.min()) <= int(used.max()) < most:
-            found = f"numbers from {int(used.min())} to {int(used.max())}"
-            raise ValueError(f"{op}: {name} has {found}; they must be from 0 to {most - 1}")
+            outside = used[(used < 0) | (used >= most)]
+            raise ValueError(
+                f"{op}: {name} contains {int(outside[0])}; its numbers must be from 0 to {most - 1}"
+            )
         if name == "scatter" and numbers.unique().numel() < numbers.numel():
             raise ValueError(
                 f"{op}: scatter contains a row twice; each row of the product needs a different row of the result"

@@ -420,6 +420,11 @@ def test_sizes_are_hinted_at_where_torch_complains_about_them(function, fits):
     assert (HINT in str(caught.value)) is fits
 
 
+def test_an_odd_number_of_columns_has_no_halves():
+    with pytest.raises(Untraceable, match=r"swiglu .* odd number of columns"):
+        program(epilogues.swiglu, b=torch.randn(A.shape[1], 47))
+
+
 def test_lines_of_composed_functions():
     with pytest.raises(Untraceable, match="cumsum") as caught:
         program(compose(torch.relu, unknown))

@@ -113,7 +113,7 @@ WRONG = {
         lambda: linear(gather=torch.full((ROWS,), ROWS, dtype=torch.int32)), ValueError, f"must be from 0 to {ROWS - 1}",
     ),
     "a scattered row that is not there": (
-        lambda: linear(scatter=torch.arange(ROWS, dtype=torch.int32) - 1), ValueError, "scatter has numbers from -1",
+        lambda: linear(scatter=torch.arange(ROWS, dtype=torch.int32) - 1), ValueError, "scatter contains -1",
     ),
     "several scattered results": (
         lambda: linear(scatter=torch.arange(ROWS, dtype=torch.int32), epilogue=lambda y: (y, y * 2)), ValueError,

@@ -281,13 +281,13 @@ def test_the_clamped_swiglu_is_that_of_gpt_oss():
 E8, H8 = (4, 12, 8), (4, 8, 6)
 REFUSED = {
     "ids of other tokens": ({"top_k_index": torch.zeros(3, 2, dtype=torch.int64)}, ValueError, r"x is \(5, 8\) and top_k_index \(3, 2\); they must be \(\.\.\., H\) and \(\.\.\., k\)"),
-    "ids of a float type": ({"top_k_index": torch.zeros(5, 2)}, TypeError, r"top_k_index is torch\.float32"),
+    "ids of a float type": ({"top_k_index": torch.zeros(5, 2)}, TypeError, r"experts: top_k_index is torch\.float32; .* and top_k_weights comes after it"),
     "weights of other tokens": ({"top_k_weights": torch.zeros(5, 3)}, ValueError, r"top_k_weights is \(5, 3\) and the ids were \(5, 2\)"),
     "no tensor": ({"gate_up": None}, TypeError, "experts: gate_up is a NoneType"),
     "a matrix": ({"gate_up": torch.zeros(12, 8)}, ValueError, r"gate_up is \(12, 8\); it must have three dimensions"),
     "a half": ({"gate_up": torch.zeros(4, 6, 8)}, ValueError, r"x has 8 columns, gate_up is \(4, 6, 8\) and down \(4, 8, 6\); with transposed=False .* gate_up would be \(4, 12, 8\)"),
     "a transpose": ({"gate_up": torch.zeros(4, 8, 12)}, ValueError, "transposed=True is for their transposes"),
-    "of other experts": ({"gate_up": torch.zeros(3, 12, 8)}, ValueError, r"gate_up would be \(4, 12, 8\)"),
+    "of other experts": ({"gate_up": torch.zeros(3, 12, 8)}, ValueError, "experts: gate_up has 3 experts and down 4"),
     "three parts": ({"gate_up": (torch.zeros(4, 6, 8),) * 3}, ValueError, "gate_up is a tuple of 3"),
     "a pair without a gate": ({"gate_up": (torch.zeros(4, 6, 8),) * 2, "gated": False}, ValueError, "gate_up is a tuple of 2"),
     "packed and transposed": ({"gate_up": gemmery.quantize(torch.randn(4, 32, 8), "int8"), "transposed": True}, ValueError, "gate_up is packed, with transposed=True"),

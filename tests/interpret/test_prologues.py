@@ -45,7 +45,7 @@ def test_a_row_scale_and_a_column_weight(shape, dtype):
     torch.testing.assert_close(y.double(), wanted(x, w, normed, scale, gain), **CLOSE[dtype])
 
 
-@pytest.mark.parametrize(("first", "second"), itertools.product(("rows", "columns", "gaps"), repeat=2))
+@pytest.mark.parametrize(("first", "second"), list(itertools.product(("rows", "columns", "gaps"), repeat=2)))
 def test_layouts(first, second):
     def laid_out(x, how):
         if how == "columns":

@@ -381,6 +381,11 @@ def _check(x: Tensor, top_k_index: Tensor, gate_up: Any, down: Tensor, gated: bo
             f"experts: x is {tuple(x.shape)} and top_k_index {tuple(top_k_index.shape)}; they must be (..., H) and "
             "(..., k)"
         )
+    if top_k_index.dtype not in (torch.int32, torch.int64):
+        raise TypeError(
+            f"experts: top_k_index is {top_k_index.dtype}; it must be torch.int32 or torch.int64, and top_k_weights "
+            "comes after it"
+        )
     pair = gate_up if isinstance(gate_up, tuple | list) else (gate_up,)
     if len(pair) not in (1, 2) or (len(pair) == 2 and not gated):
         raise ValueError(
@@ -390,6 +395,8 @@ def _check(x: Tensor, top_k_index: Tensor, gate_up: Any, down: Tensor, gated: bo
     rows = width * (2 if gated and len(pair) == 1 else 1)
     wanted = (down.shape[0], columns, rows) if transposed else (down.shape[0], rows, columns)
     for part in pair:
+        if part.dim() == down.dim() == 3 and part.shape[0] != down.shape[0]:
+            raise ValueError(f"experts: gate_up has {part.shape[0]} experts and down {down.shape[0]}")
         if tuple(part.shape) != wanted:
             wide = "I" if rows == width else "2I"
             names = f"(E, H, {wide}) and (E, I, H)" if transposed else f"(E, {wide}, H) and (E, H, I)"

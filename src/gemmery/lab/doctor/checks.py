@@ -97,7 +97,7 @@ def _gpu_at_hand(facts: dict[str, Any]) -> Iterator[Finding]:
     yield Finding(
         "no GPU", "products of CPU tensors run through the torch reference",
         "kernels run here with TRITON_INTERPRET=1, interpreted (demo and ladder set it); explain, predict and inspect "
-        "answer for any GPU with --device",
+        "work for any GPU with --device",
     )  # fmt: skip
     if not facts["drivers"]:
         return

@@ -13,7 +13,7 @@ from rich.table import Table
 _WAYS = {
     "compiled": "compiled for the GPU",
     "interpreted": "interpreted on the CPU",
-    "reference": "none runs; the torch reference answers",
+    "reference": "no kernels run; torch computes the products",
 }
 
 
@@ -25,7 +25,7 @@ def show(found: dict[str, Any], console: Console) -> None:
     _trials(found["trials"], console)
     if found["gpus"]:
         _gpus(found["gpus"], console)
-    _heading(console, "targets that kernels can be compiled for, here")
+    _heading(console, "targets that this machine can compile for")
     for target in found["targets"]:
         state = "" if target["compiles"] else " (this Triton has no such backend)"
         _say(console, f"{target['name']:8} {'; '.join(target['cannot']) or 'everything'}{state}")

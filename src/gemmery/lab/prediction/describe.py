@@ -42,14 +42,14 @@ def _table(found: Prediction) -> list[str]:
     """A line for each of the times, first those that were measured."""
     names = {"gemmery": "gemmery", "cublas": found.vendor}
     times = {} if found.recorded is None else found.recorded.seconds
-    between = f"  {COVERAGE:.0%} are between" if found.interval else ""
-    half = "  half are within" if found.expected_error else ""
+    between = f"  {COVERAGE:.0%} interval" if found.interval else ""
+    half = "  median error   " if found.expected_error else ""
     lines = [f"{'':19} {'µs':>9} {'TFLOP/s':>9} {'of roofline':>12}{half}{between}"]
     for name, took in times.items():
         low, high = (end * 1e6 for end in found.recorded.spread[name]) if found.recorded else (0.0, 0.0)
-        lines.append(
-            f"{_figures(found, f'{names[name]}, measured', took)}  rounds: {low:.1f} to {high:.1f} µs"
-        )
+        label = f"{names[name]}, measured"
+        rounds = f"rounds: {low:.1f} to {high:.1f} µs; shown: the one with the median ratio"
+        lines.append(f"{_figures(found, label, took)}  {rounds}")
     for name, label, seconds in (
         ("gemmery", "gemmery", found.gemmery),
         ("cublas", found.vendor, found.cublas),
@@ -59,7 +59,7 @@ def _table(found: Prediction) -> list[str]:
             error = f"  {f'±{found.expected_error[name]:.0%}':15}" if name in found.expected_error else ""
             if name in found.interval:
                 low, high = (end * 1e6 for end in found.interval[name])
-                error += f"  {low:.1f} and {high:.1f} µs"
+                error += f"  {low:.1f} to {high:.1f} µs"
             predicted = ", predicted" if name and times else ""
             lines.append(f"{_figures(found, label + predicted, seconds)}{error}")
     return lines
