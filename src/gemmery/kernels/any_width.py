@@ -443,6 +443,9 @@ def consume(
         )  # fmt: skip
         if PINGPONG:
             turn = turn ^ 1
+        if NARROWS:
+            # Otherwise the compiler computes what the epilogue needs before the K loop, and spills it.
+            width, row, col = computed(width), computed(row), computed(col)
         if READY is not None and unit == own:
             READY(state[7])
             if GIVEN is not None and (EDGES | (unit < whole)):
