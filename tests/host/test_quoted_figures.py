@@ -82,7 +82,7 @@ QUOTED = {
     ),
     "invariance": (
         "README.md",
-        r"in the mean of (\d+) products of known models \(ratio ([\d.]*\d)\) and at worst (\d+) %, or (\d+) % in",
+        r"on average \((\d+) products of known models, ratio ([\d.]*\d)\) and at worst (\d+) %, or (\d+) % in",
         lambda: (
             summary("invariant")["rows"], summary("invariant")["geomean"], 100 * (1 - summary("invariant")["worst"]),
             100 * (1 - summary("random_invariant")["worst"]),
@@ -111,10 +111,10 @@ QUOTED = {
     ),
     "fp32 and tf32": (
         "README.md",
-        r"TF32:\*\* ([\d.]*\d) of cuBLAS. `precision=\"tf32\"` reaches ([\d.]*\d) if b is stored like a weight, else ([\d.]*\d)",
+        r"TF32:\*\* ([\d.]*\d) of cuBLAS. `precision=\"tf32\"` reaches ([\d.]*\d) if b is stored as \(N, K\), else ([\d.]*\d)",
         lambda: tuple(row("dtypes", name) for name in ("fp32 4096", "tf32 4096", "tf32 NN 4096")),
     ),
-    "tiny matrices": ("README.md", r"share nothing: ([\d.]*\d) with 16384", lambda: (row("bmm", "16384 of 32"),)),
+    "tiny matrices": ("README.md", r"independent matrices: ([\d.]*\d) with 16384", lambda: (row("bmm", "16384 of 32"),)),
     "batches": (
         "README.md",
         r"([\d.]*\d) in the mean of (\d+)\.",
