@@ -417,7 +417,7 @@ def _groups(op: str, x: Tensor, offs: Any, axis: Axis, most: int, count: int | N
         count: how many groups there must be.
     """
     if offs is None:
-        raise ValueError(f"{op}: offs is missing; it contains the end of each group, as torch.int32")
+        raise ValueError(f"{op}: offs is missing; it must contain the end of each group, as torch.int32")
     check_tensor(op, "offs", offs)
     if offs.dim() != 1 or (count is not None and offs.shape[0] != count):
         wanted = (

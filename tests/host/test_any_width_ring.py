@@ -138,9 +138,12 @@ class Machine:
 
     def _pass_on(self, number):
         self.now = number
-        # After an error all end.
-        for each in self.warps if self.error is not None else () if number is None else (number,):
-            self.turns[each].release()
+        if self.error is not None:
+            # All end.
+            for each in tuple(self.warps):
+                self.turns[each].release()
+        elif number is not None:
+            self.turns[number].release()
 
     def pause(self, ready=lambda: True):
         """Lets another warp go on, and comes back when `ready` says so."""

@@ -196,12 +196,11 @@ def _reason(error: Exception, sizes: Sizes) -> str:
     stood = {sizes.M, sizes.N, sizes.N // 2, 2 * sizes.N, *sizes.batch}
     if isinstance(error, TypeError) or stood.isdisjoint(map(int, re.findall(r"\d+", first))):
         return reason
-    if sizes.N % 2:
-        return f"{reason} (the product has an odd number of columns; a function that halves them needs an even one)"
+    odd = "the product has an odd number of columns, which has no halves; " if sizes.N % 2 else ""
     # torch complains about a size that is not the product's.
     return (
-        f"{reason} (it is traced at other sizes than the product's: write the number of columns as x.shape[-1], a half "
-        f"as x.shape[-1] // 2, and pass tensors of its sizes through args)"
+        f"{reason} ({odd}it is traced at other sizes than the product's: write the number of columns as x.shape[-1], a "
+        f"half as x.shape[-1] // 2, and pass tensors of its sizes through args)"
     )
 
 

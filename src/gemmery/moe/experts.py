@@ -26,7 +26,7 @@ from ..grouped import check_sum, grouped_linear
 from ..precision import AskedPrecision
 from ..product.check import check_tensor
 from ..product.spec import Factor
-from .routing import combine, route
+from .routing import check_id_type, combine, route
 
 
 @dataclass(frozen=True)
@@ -381,11 +381,7 @@ def _check(x: Tensor, top_k_index: Tensor, gate_up: Any, down: Tensor, gated: bo
             f"experts: x is {tuple(x.shape)} and top_k_index {tuple(top_k_index.shape)}; they must be (..., H) and "
             "(..., k)"
         )
-    if top_k_index.dtype not in (torch.int32, torch.int64):
-        raise TypeError(
-            f"experts: top_k_index is {top_k_index.dtype}; it must be torch.int32 or torch.int64, and top_k_weights "
-            "comes after it"
-        )
+    check_id_type("experts", top_k_index, ", and top_k_weights comes after it")
     pair = gate_up if isinstance(gate_up, tuple | list) else (gate_up,)
     if len(pair) not in (1, 2) or (len(pair) == 2 and not gated):
         raise ValueError(

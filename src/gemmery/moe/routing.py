@@ -153,10 +153,17 @@ def _matrix(x: Tensor) -> Tensor:
 # Arguments
 
 
+def check_id_type(op: str, top_k_index: Tensor, more: str = "") -> None:
+    """TypeError, whose message ends with `more`, unless ids are integers of 32 or 64 bits."""
+    if top_k_index.dtype not in _IDS:
+        raise TypeError(
+            f"{op}: top_k_index is {top_k_index.dtype}; it must be torch.int32 or torch.int64{more}"
+        )
+
+
 def _check_ids(top_k_index: Tensor, num_groups: int) -> None:
     check_tensor("route", "top_k_index", top_k_index)
-    if top_k_index.dtype not in _IDS:
-        raise TypeError(f"route: top_k_index is {top_k_index.dtype}; it must be torch.int32 or torch.int64")
+    check_id_type("route", top_k_index)
     if top_k_index.dim() == 0:
         raise ValueError("route: top_k_index is (); it must be (..., k)")
     if top_k_index.numel() > _MOST:
