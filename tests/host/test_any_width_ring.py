@@ -669,7 +669,7 @@ def kernel(machine, number, programs, groups, threads, boxes, forms, streams, sc
         "lie_beside": any_width_finish.lie_beside, "own_rows": any_width.own_rows, "first_row": any_width.first_row,
         "is_paired": lambda x, y: x.endswith("pairs") or y.endswith("pairs"), "is_turned": lambda form: form.endswith("turned"), "zeroed": any_width_stage.zeroed,
         "in_groups": lambda x, y: "grouped" in x + y, "in_ranges": lambda x, y: "ranged" in x,
-        "gl": gl, "ahead_of": ahead_of, "loaders_of": any_width_load.loaders_of, "LAST_ROW": any_width_load.LAST_ROW, "SMALL": any_width_load.SMALL, "ROW": ROW, "STAGES": STAGES,
+        "gl": gl, "ahead_of": ahead_of, "loaders_of": any_width_load.loaders_of, "LOADERS": any_width_cluster.LOADERS, "LAST_ROW": any_width_load.LAST_ROW, "SMALL": any_width_load.SMALL, "ROW": ROW, "STAGES": STAGES,
         "PLACES": Constant(any_width_places.PLACES.value), "COUNT": Constant(any_width_places.COUNT.value), "BITS": any_width_places.BITS.value, "step_of": any_width_loop.step_of,
         "later": types.FunctionType(any_width.later.fn.__code__, {"quotient": QUOTIENT}), "quotient": QUOTIENT, "shared_at": lambda at: at,
         "matrix_descriptor": lambda address, chunk: address // 16,
@@ -954,7 +954,8 @@ def emulate(
                 names["begin"](BARRIERS_AT, stages, *given, readers, groups, *behind, *lie[:-2])
             begun.append(True)
             machine.changed()
-        threads[threading.get_ident()] = 32 * warp
+        # The number of the first of some loading warps is a multiple of 4. Triton may put warps before a single one.
+        threads[threading.get_ident()] = 32 * (warp if loading > 1 else 2)
         wait_for_roles()
         names["produce"](
             ring,
@@ -973,10 +974,9 @@ def emulate(
         )
 
     loading = 2 if x_rows == any_width_load.SMALL[0] else 1
-    loaders = [
-        lambda warp=warp: produce(warp)
-        for warp in range(any_width_cluster.LOADERS.value if clustered else loading)
-    ]
+    if clustered:
+        loading = any_width_cluster.LOADERS.value
+    loaders = [lambda warp=warp: produce(warp) for warp in range(loading)]
     consumers = [
         lambda group=group, warp=warp: consume(group, warp) for group in range(groups) for warp in range(4)
     ]
@@ -1252,6 +1252,7 @@ MUTANTS = {
         "message": "a place that is not taken is written over",
         "PLACES": Constant(2),
     },
+    "no place from a single loading warp behind others": {"message": "all wait", "loaders_of": lambda rows: 2},
     "another warpgroup's place": {
         "message": "all wait",
         "edit": lambda text: text.replace("and.b32 to, $6, 15", "xor.b32 to, $6, 1; and.b32 to, to, 15"),

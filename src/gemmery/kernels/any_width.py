@@ -267,7 +267,8 @@ def produce(
         row, col, end, first_k, last_k, batch, known = following
         # Warpgroups wait for the other parity.
         post_place(
-            places_at, number, (row, col, end, batch), first_k, gl.cdiv(last_k - first_k, STEP), stage, phase ^ 1
+            places_at, number, (row, col, end, batch), first_k, gl.cdiv(last_k - first_k, STEP), stage, phase ^ 1,
+            LOADERS if CLUSTERED else loaders_of(X_ROWS),
         )  # fmt: skip
         number += 1
         # Otherwise the compiler makes a second copy of the loads for the first tile.

@@ -493,7 +493,7 @@ def load_steps(
     x, y = _operands(X_ROWS, FORMAT, X_FORM, Y_FORM, "$15", *of_operands)
     maps = maps_of(X_FORM, Y_FORM)
     loads = of(x, y)
-    # The number of the first loading warp is a multiple of 4.
+    # The number of the first of two or four loading warps is a multiple of 4.
     warp = "mov.u32 warp, %tid.x; shr.u32 warp, warp, 5; and.b32 warp, warp, 3;"
     if value_of(X_ROWS) == SMALL[0]:
         loads = (

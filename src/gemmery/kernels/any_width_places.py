@@ -13,6 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 
 from .any_width_loop import WAIT
+from .dialect import value_of
 
 #: Places that there is memory for, a power of two. The loading warp posts a tile's place when it has issued the loads
 #: of the tile before. It is at most `any_width_loop.STAGES` steps ahead then, and a tile has a step or more. So when it
@@ -27,16 +28,17 @@ BITS = gl.constexpr(4)
 
 
 @gluon.jit
-def post_place(places, number, corner, first_k, steps, stage, phase):
-    """One thread of the first loading warp stores a tile's place, for warpgroups that wait for it.
+def post_place(places, number, corner, first_k, steps, stage, phase, LOADERS: gl.constexpr):
+    """One thread of the loading warps stores a tile's place, for warpgroups that wait for it.
 
     Args:
         places: the address of the first word.
         number: how many were posted before.
         corner, first_k: the first four numbers and the fifth one.
         steps, stage, phase: of the tile.
+        LOADERS: the number of loading warps.
     """
-    put_place(places, number, corner + (first_k, (steps << BITS | stage) << 1 | phase))  # noqa: RUF005
+    put_place(places, number, corner + (first_k, (steps << BITS | stage) << 1 | phase), LOADERS)  # noqa: RUF005
 
 
 @gluon.jit
@@ -48,11 +50,14 @@ def take_place(places, number):
 
 
 @builtin
-def put_place(places, number, place, _semantic=None):
+def put_place(places, number, place, LOADERS, _semantic=None):
     """Stores a place; see `post_place`."""
+    # The number of the first of some loading warps is a multiple of 4. That of a single one may be any.
+    of_first = (
+        "mov.u32 warp, %tid.x; shr.u32 warp, warp, 5; and.b32 warp, warp, 3; setp.eq.and.u32 own, warp, 0, own;"
+    )
     gl.inline_asm_elementwise(
-        "{ .reg .pred own, one; .reg .b32 warp, at, to; elect.sync _|one, 0xffffffff; mov.u32 warp, %tid.x;"
-        "shr.u32 warp, warp, 5; and.b32 warp, warp, 3; setp.eq.and.u32 own, warp, 0, one;"
+        f"{{ .reg .pred own; .reg .b32 warp, at, to; elect.sync _|own, 0xffffffff; {of_first * (value_of(LOADERS) > 1)}"
         f"and.b32 to, $2, {PLACES.value - 1}; mad.lo.s32 at, to, 8, $1; mad.lo.s32 to, to, {4 * COUNT.value}, $1;"
         + "".join(
             f"@own st.shared.v2.b32 [to + {8 * PLACES.value + 4 * i}], {{${3 + i}, ${4 + i}}};"
