@@ -837,7 +837,6 @@ def emulate(
     stage_format, is_sparse = any_width_loop.format_of(format), forms[0].startswith("sparse")
     step_size = STEP if stage_format is None else stage_format.step
     streams, apart = random.Random(seed).randrange(3), 16 if forms[0] == "packed" or scales else 8
-    apart = 64 if forms[1].endswith("turned") else apart
     less, more = (edge, 2 * width - edge) if edge else (width - apart, width + apart)
     widths = random.Random(seed).sample([less, width, more], 3)
     unused = BARRIERS_AT + 8 * (2 * STAGES + 2)
@@ -872,9 +871,7 @@ def emulate(
         return matrix, row, col, shape[0], *(ranges[number // across] if ranges else part_of(unit))
 
     last = divisor(programs if edge else parts)
-    # The last tile along Y, where warpgroups take turns.
-    narrow = less if takes_turns and width < N and 0 < N % width <= less else width
-    state, tile = (units, whole, parts, part_k, down, across, (1, 1, 1, last)), (width, 8, edge or narrow)
+    state, tile = (units, whole, parts, part_k, down, across, (1, 1, 1, last)), (width, 8, edge)
     # PROMOTES, EVERY, X_ROWS, its widths, SWAP, CLUSTERED, LOOPS, PINGPONG, FORMAT, both forms, BUFFERS, PART, RING_BYTES,
     # BARRIERS_AT and PLACES.
     constants = (
@@ -990,7 +987,7 @@ def emulate(
         matrix, row, col, *_ = place(unit, state, sizes, x_rows, width, 8)
         if unit < whole or not whole:
             last = -(-M // 32) * 32 if forms[0] == "sparse" else M
-            row, col = min(row, last - x_rows), min(col, N - (narrow if col + width >= N else width))
+            row, col = min(row, last - x_rows), min(col, N - width)
         row, col = row + MATRIX * matrix, col + MATRIX * matrix
         for group in range(1 if takes_turns else groups):
             expected[row + min(group * own, x_rows - own), col] += 4

@@ -22,8 +22,7 @@ multiply. `unused` is complete when no warpgroup reads the ring any more. The lo
 program's tiles are, see `any_width_places`.
 
 Where the tiles at the end of Y would begin one more wave, they are edge tiles: all columns are loaded, but only those
-that are left, or a few more, are multiplied and stored. They come last, see `edge_of`. With PINGPONG, all tiles at the
-end of Y are like that, and stay in their order.
+that are left, or a few more, are multiplied and stored. They come last, see `edge_of`.
 
 A tile goes to memory in parts of 64 rows of X by some of Y, through slots of shared memory. Each warpgroup has its own
 slots. A program's last tile has a slot for each part, in the ring. With CLUSTERED, each program of a cluster stores
@@ -121,13 +120,6 @@ def later(stage, phase, steps, ring):
     stage += steps
     rounds = quotient(stage, ring[2])
     return stage - rounds * ring[1], phase ^ (rounds & 1)
-
-
-@gluon.jit
-def in_widths(columns, WIDTHS: gl.constexpr):
-    """The least of WIDTHS, which are in order, with so many columns; or more than all of them."""
-    EACH: gl.constexpr = WIDTHS[1] - WIDTHS[0]
-    return gl.maximum(gl.cdiv(columns, EACH) * EACH, WIDTHS[0])
 
 
 @gluon.jit
@@ -405,8 +397,6 @@ def consume(
                 row, col, end, batch, first_k, steps, stage, phase = take_place(places_at, number)
     if own >= units:
         mbarrier.arrive(unused(ring))
-    # Whether the last tile along Y, or of a group's rows, multiplies only the columns that the others leave.
-    NARROWS: gl.constexpr = PINGPONG and len(WIDTHS) > 1
     own_slot = RING_BYTES // (128 * PART) + GROUP * BUFFERS
     taken = 0
     total = 0
@@ -417,13 +407,8 @@ def consume(
         # A constant would put its offset among those by which the compiled kernel is checked.
         own_slot = computed(gl.to_tensor(own_slot))
     for unit in range(own, units, every):
-        if NARROWS and SWAP and in_groups(X_FORM, Y_FORM):
-            width = gl.minimum(tile[0], in_widths(end - col, WIDTHS))
-        elif EDGES or NARROWS:
-            is_whole = unit < whole
-            if NARROWS:
-                is_whole = col + tile[0] < (shape[0] if SWAP else shape[1])
-            width = gl.where(is_whole, tile[0], tile[2])
+        if EDGES:
+            width = gl.where(unit < whole, tile[0], tile[2])
             skipped = tile[0] - width
             col += skipped
             if GIVEN is not None:
@@ -444,9 +429,6 @@ def consume(
         )  # fmt: skip
         if PINGPONG:
             turn = turn ^ 1
-        if NARROWS:
-            # Otherwise the compiler computes what the epilogue needs before the K loop, and spills it.
-            width, row, col = computed(width), computed(row), computed(col)
         if READY is not None and unit == own:
             READY(state[7])
             if GIVEN is not None and (EDGES | (unit < whole)):
@@ -538,7 +520,7 @@ def gemm_any_width(
             with EDGES. Were they in a tuple, Triton would compile a kernel for each of their values.
         width: rows of Y in a tile, one of WIDTHS.
         band_m: the height of a tile band, see `order`.
-        edge: rows of Y that an edge tile multiplies, one of WIDTHS; with PINGPONG the last tile along Y.
+        edge: rows of Y that an edge tile multiplies, one of WIDTHS.
         x_box, y_box: rows that the tensor maps load at a time.
         x_size, y_size: see `load_steps`.
         streams: 1 if X is the first to leave L2, 2 if Y is, 0 if neither is.

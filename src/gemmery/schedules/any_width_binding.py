@@ -99,8 +99,6 @@ class AnyWidthBinding(Binding):
         # A kernel for one width has no code for narrower tiles.
         has_code = may_have_edges(p) and shares_tiles and len(self.widths) > 1
         self.edges = Edges.of(p, c, np.asarray(p.M)) if has_code else None
-        # So has the last tile along Y, where warpgroups take turns.
-        self.narrows = takes_turns and len(self.widths) > 1
         x, y = (p.b.dtype, p.a.dtype) if c.swap else (p.a.dtype, p.b.dtype)
         given, second = self._matrix_map()
         ready = self.a.ready()
@@ -135,17 +133,6 @@ class AnyWidthBinding(Binding):
             # Those of the first warpgroup; the compiler adds those of the others.
             "num_warps": 4,
         }
-
-    @property
-    def narrow(self) -> int:
-        """Columns that the last tile along Y multiplies: those that others leave, or a few more."""
-        p, y = self.problem, self.tile.y
-        if p.ragged == "rows" and self.config.swap:
-            # Y has groups of rows, and a tile at the end of one is not moved.
-            return y
-        rest = (p.M if self.config.swap else p.N) % y
-        columns = [width for width in self.widths if rest <= width <= y]
-        return min(columns) if rest and (p.M if self.config.swap else p.N) > y else y
 
     @property
     def place(self) -> Any:
@@ -305,8 +292,6 @@ class AnyWidthBinding(Binding):
             tiles_m, tiles_n, edge = tiles_m - c.swap, tiles_n - (not c.swap), int(edges.width)
             whole, programs = tiles_m * tiles_n, self.work.programs
             units = (whole // programs + int(edges.turns)) * programs
-        if self.narrows:
-            edge = self.narrow
         last_band = tiles_m - (tiles_m - 1) // band * band
         # Groups need the divisor of the rows of a tile.
         area = c.block_m if p.ragged == "rows" else band * tiles_n
