@@ -1249,7 +1249,10 @@ MUTANTS = {
         "message": "a place that is not taken is written over",
         "PLACES": Constant(2),
     },
-    "no place from a single loading warp behind others": {"message": "all wait", "loaders_of": lambda rows: 2},
+    "no place from a single loading warp behind others": {
+        "message": "all wait",
+        "loaders_of": lambda rows: 2,
+    },
     "another warpgroup's place": {
         "message": "all wait",
         "edit": lambda text: text.replace("and.b32 to, $6, 15", "xor.b32 to, $6, 1; and.b32 to, to, 15"),

@@ -53,9 +53,7 @@ def take_place(places, number):
 def put_place(places, number, place, LOADERS, _semantic=None):
     """Stores a place; see `post_place`."""
     # The number of the first of some loading warps is a multiple of 4. That of a single one may be any.
-    of_first = (
-        "mov.u32 warp, %tid.x; shr.u32 warp, warp, 5; and.b32 warp, warp, 3; setp.eq.and.u32 own, warp, 0, own;"
-    )
+    of_first = "mov.u32 warp, %tid.x; shr.u32 warp, warp, 5; and.b32 warp, warp, 3; setp.eq.and.u32 own, warp, 0, own;"
     gl.inline_asm_elementwise(
         f"{{ .reg .pred own; .reg .b32 warp, at, to; elect.sync _|own, 0xffffffff; {of_first * (value_of(LOADERS) > 1)}"
         f"and.b32 to, $2, {PLACES.value - 1}; mad.lo.s32 at, to, 8, $1; mad.lo.s32 to, to, {4 * COUNT.value}, $1;"
