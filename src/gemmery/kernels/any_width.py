@@ -34,9 +34,9 @@ strip), see `any_width_packed`, "sparse" is (kept number, row), see `any_width_s
 of a pair come from its two halves in turn, eight at a time, so that both numbers that make one of the output are in one
 thread. A load of "turned" rows begins at any row; its last coordinate, which is always 0, counts blocks of 64 rows.
 "many rows" and "many turned" are for a batch of matrices and have one more coordinate, the number of the matrix.
-"grouped rows" are for an A whose rows are in groups, each multiplied by its own matrix of B; see
-`place.next_tile_of_rows`. "ranged turned" are for operands of which each product of a batch has a range of K. Tiles of
-a batch are not cut along K.
+"grouped rows" are for an A whose rows are in groups, each multiplied by its own matrix of B; see `any_width_groups`.
+"ranged turned" are for operands of which each product of a batch has a range of K. Tiles of a batch are not cut along
+K.
 """
 
 from triton.experimental import gluon
@@ -50,6 +50,8 @@ from .any_width_acc import BLOCK8, in_block
 from .any_width_cluster import LOADERS, arrive_in_cluster, finish_in_cluster
 from .any_width_cut import combine
 from .any_width_finish import finish_tile, slots_of
+from .any_width_groups import WORDS as GROUP_WORDS
+from .any_width_groups import keep
 from .any_width_load import (
     ROW,
     ahead_of,
@@ -66,7 +68,8 @@ from .any_width_load import (
     unused,
 )
 from .any_width_loop import STAGES, multiply_steps, step_of, x_bytes_of
-from .any_width_order import WORDS, in_order, put_in_order
+from .any_width_order import WORDS as ORDER_WORDS
+from .any_width_order import in_order, put_in_order
 from .any_width_places import WORDS as PLACE_WORDS
 from .any_width_places import post_place, take_place
 from .order import quotient
@@ -165,8 +168,8 @@ def corner(
     skips the first columns.
 
     Args:
-        known: what was found out about groups of rows for an earlier unit, see `place.next_tile_of_rows`; the address
-            of the table that `in_order` takes, for ranges of K; or (). The same of this unit is returned last.
+        known: what was found out about groups of rows for an earlier unit, see `any_width_groups.next_tile_of_rows`; the
+            address of the table that `in_order` takes, for ranges of K; or (). The same of this unit is returned last.
     """
     width, band_m = tile[0], tile[1]
     GROUPED: gl.constexpr = in_groups(X_FORM, Y_FORM)
@@ -330,6 +333,14 @@ def scales_of(step_args, row, col, shape, first_k, EVERY_M: gl.constexpr, EVERY_
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The kernel
+
+
+@gluon.constexpr_function
+def table_words(X_FORM, Y_FORM):
+    """Words of 8 bytes of the table of groups of rows, or of the order of ranges of K."""
+    if in_groups(X_FORM, Y_FORM):
+        return GROUP_WORDS.value
+    return ORDER_WORDS.value if in_ranges(X_FORM, Y_FORM) else 0
 
 
 @gluon.jit
@@ -532,7 +543,7 @@ def gemm_any_width(
             warpgroup, which are zeros again afterwards. None if no tile is cut, and in clusters.
         x_vectors, y_vectors: vectors along X and along Y that the epilogue reads. A tile's elements are prefetched.
         PLACE: `place.sized_tile`, `place.sized_part` with a workspace, `place.sized_part_of_cluster`,
-            `place.sized_tile_of_batch`, `place.next_tile_of_rows`, or `place.sized_tile_of_ranges`.
+            `place.sized_tile_of_batch`, `any_width_groups.next_tile_of_rows`, or `place.sized_tile_of_ranges`.
         EDGES: whether the last units may be edge tiles, see `edge_of`.
         READY: waits, given `place_args`, for data that the epilogue reads, see `shards.all_there`; None if there is
             nothing to wait for.
@@ -555,16 +566,6 @@ def gemm_any_width(
     prefetch_maps(FORMAT, X_FORM, Y_FORM)
     shape = (M, N, K)
     divisors = (area_divisor, band_divisor, last_divisor, cut_divisor)
-    known = ()
-    if in_groups(X_FORM, Y_FORM):
-        tile_row = quotient(gl.program_id(0), cut_divisor)
-        group, before, begins, ends, tile_rows = GROUP_OF(
-            tile_row, place_args[0], place_args[1], M, width if SWAP else X_ROWS
-        )
-        known = (group, before, begins, ends)  # type: ignore[assignment]
-        units = tile_rows * tiles_n
-        whole = units
-    state = (units, whole, parts, part_k, tiles_m, tiles_n, divisors, place_args)
     tile = (width, band_m, edge)
     loads = (x_box, x_size, y_box, y_size, streams)
     PAIRED: gl.constexpr = is_paired(X_FORM, Y_FORM)
@@ -581,18 +582,28 @@ def gemm_any_width(
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(out.layout.swizzle_byte_width, out.layout.element_bitwidth, 2)
     slots = gl.allocate_shared_memory(out.dtype, [COUNT, ROWS, COLS], LAYOUT)
     PARTS: gl.constexpr = given.barriers_of(GIVEN, GROUPS) + (GROUPS if CLUSTERED else 0)
-    # The places of tiles follow them, and the table of the ranges' order.
+    # The places of tiles follow them, and a table of the groups or of the ranges' order.
     PLACES: gl.constexpr = 2 * STAGES + 4 + PARTS
     COUNTED: gl.constexpr = PLACES + PLACE_WORDS
-    TABLE: gl.constexpr = WORDS if in_ranges(X_FORM, Y_FORM) else 0
+    TABLE: gl.constexpr = table_words(X_FORM, Y_FORM)
     barriers = gl.allocate_shared_memory(gl.int64, [COUNTED + TABLE, 1], mbarrier.MBarrierLayout())
     BARRIERS_AT: gl.constexpr = SLOTS * SLOT
     ring = (barriers, stages, stages_divisor)
+    table = shared_at(BARRIERS_AT) + 8 * COUNTED
+    known = ()
+    if in_groups(X_FORM, Y_FORM):
+        tile_row = quotient(gl.program_id(0), cut_divisor)
+        group, before, begins, ends, tile_rows = GROUP_OF(
+            tile_row, place_args[0], place_args[1], M, width if SWAP else X_ROWS, keep, table
+        )
+        known = (table, group, before, begins, ends)  # type: ignore[assignment]
+        units = tile_rows * tiles_n
+        whole = units
     if in_ranges(X_FORM, Y_FORM):
-        table = shared_at(BARRIERS_AT) + 8 * COUNTED
         known = (table,)  # type: ignore[assignment]
         # The ring is free until the first loads.
         put_in_order(table, shared_at(0), place_args[0], place_args[1], K, tiles_m * tiles_n)
+    state = (units, whole, parts, part_k, tiles_m, tiles_n, divisors, place_args)
     # A program begins with a whole tile.
     first = corner(gl.program_id(0), known, state, shape, tile, PLACE, False, X_ROWS, SWAP, X_FORM, Y_FORM)
     row, col, end, first_k, last_k, batch, _ = first
