@@ -168,7 +168,7 @@ def corner(
     skips the first columns.
 
     Args:
-        known: what was found out about groups of rows for an earlier unit, see `any_width_groups.next_tile_of_rows`; the
+        known: what was found out about an earlier unit in groups of rows, see `any_width_groups.next_tile_of_rows`; the
             address of the table that `in_order` takes, for ranges of K; or (). The same of this unit is returned last.
     """
     width, band_m = tile[0], tile[1]

@@ -70,8 +70,8 @@ def next_tile_of_rows(unit, state, shape, BLOCK_M, BLOCK_N, band_m, known):
     tile has an empty range.
 
     Args:
-        known: the table, see `keep`; and of an earlier unit, or of this one, the group, the rows of tiles before it, its
-            first row and its end, as `place.group_of` says.
+        known: the table, see `keep`; and of an earlier unit, or of this one, the group, the rows of tiles before it,
+            its first row and its end, as `place.group_of` says.
 
     Returns: The place, and the same of this unit.
     """
