@@ -62,7 +62,8 @@ ROWS = [
     for kind in FAMILIES[FAMILY]
     if kind in KINDS or kind in QUANTISED
     for number, tile in enumerate(tiles_of(FAMILY, kind))
-    if schedules.of(tile.config.schedule).available()
+    # The programs of a cluster have parts of K, which have no such number.
+    if schedules.of(tile.config.schedule).available() and tile.config.schedule != "cluster"
 ]
 
 

@@ -759,8 +759,9 @@ def test_ranges_are_put_into_order_from_the_longest_on(count):
     def load(at, mask, other):
         return np.where(mask, offs[np.clip(at, 0, count - 1)], other)
 
-    def put(at, value):
-        memory[np.asarray(at) // 4] = value
+    def put(at, value, is_stored):
+        at, value, is_stored = np.broadcast_arrays(at, value, is_stored)
+        memory[at[is_stored == 1] // 4] = value[is_stored == 1]
 
     gl = types.SimpleNamespace(
         constexpr=int, int32=int, load=load, arange=lambda first, last, layout: np.arange(first, last),

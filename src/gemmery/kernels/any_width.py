@@ -18,7 +18,8 @@ CUTLASS's cooperative and ping-pong schedules (github.com/NVIDIA/cutlass).
 
 The ring holds the blocks of X of all stages, then those of Y, and then group parameters. Each stage has two barriers:
 `full` is complete when its blocks have arrived, `free` when all warps have read them. `turn` says which warpgroup may
-multiply. `unused` is complete when no warpgroup reads the ring any more.
+multiply. `unused` is complete when no warpgroup reads the ring any more. The loading warp also finds out where the
+program's tiles are, see `any_width_places`.
 
 Where the tiles at the end of Y would begin one more wave, they are edge tiles: all columns are loaded, but only those
 that are left, or a few more, are multiplied and stored. They come last, see `edge_of`.
@@ -33,9 +34,9 @@ strip), see `any_width_packed`, "sparse" is (kept number, row), see `any_width_s
 of a pair come from its two halves in turn, eight at a time, so that both numbers that make one of the output are in one
 thread. A load of "turned" rows begins at any row; its last coordinate, which is always 0, counts blocks of 64 rows.
 "many rows" and "many turned" are for a batch of matrices and have one more coordinate, the number of the matrix.
-"grouped rows" are for an A whose rows are in groups, each multiplied by its own matrix of B; see
-`place.next_tile_of_rows`. "ranged turned" are for operands of which each product of a batch has a range of K. Tiles of
-a batch are not cut along K.
+"grouped rows" are for an A whose rows are in groups, each multiplied by its own matrix of B; see `any_width_groups`.
+"ranged turned" are for operands of which each product of a batch has a range of K. Tiles of a batch are not cut along
+K.
 """
 
 from triton.experimental import gluon
@@ -49,6 +50,8 @@ from .any_width_acc import BLOCK8, in_block
 from .any_width_cluster import LOADERS, arrive_in_cluster, finish_in_cluster
 from .any_width_cut import combine
 from .any_width_finish import finish_tile, slots_of
+from .any_width_groups import WORDS as GROUP_WORDS
+from .any_width_groups import keep
 from .any_width_load import (
     ROW,
     ahead_of,
@@ -65,7 +68,10 @@ from .any_width_load import (
     unused,
 )
 from .any_width_loop import STAGES, multiply_steps, step_of, x_bytes_of
-from .any_width_order import WORDS, in_order, put_in_order
+from .any_width_order import WORDS as ORDER_WORDS
+from .any_width_order import in_order, put_in_order
+from .any_width_places import WORDS as PLACE_WORDS
+from .any_width_places import post_place, take_place
 from .order import quotient
 from .rings import barrier, begin_roles
 
@@ -162,8 +168,8 @@ def corner(
     skips the first columns.
 
     Args:
-        known: what was found out about groups of rows for an earlier unit, see `place.next_tile_of_rows`; the address
-            of the table that `in_order` takes, for ranges of K; or (). The same of this unit is returned last.
+        known: what was found out about an earlier unit in groups of rows, see `any_width_groups.next_tile_of_rows`; the
+            address of the table that `in_order` takes, for ranges of K; or (). The same of this unit is returned last.
     """
     width, band_m = tile[0], tile[1]
     GROUPED: gl.constexpr = in_groups(X_FORM, Y_FORM)
@@ -198,22 +204,6 @@ def corner(
 
 
 @gluon.jit
-def steps_at(
-    unit, units, known, state, shape, tile, PLACE: gl.constexpr, X_ROWS: gl.constexpr, STEP: gl.constexpr,
-    SWAP: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr,
-):  # fmt: skip
-    """The steps of a unit that another warpgroup has; any number if there is no such unit."""
-    if in_ranges(X_FORM, Y_FORM):
-        unit = gl.minimum(unit, units - 1)
-        _, _, _, first_k, last_k, _, _ = corner(
-            unit, known, state, shape, tile, PLACE, False, X_ROWS, SWAP, X_FORM, Y_FORM
-        )
-        return gl.cdiv(last_k - first_k, STEP)
-    else:
-        return gl.cdiv(shape[2], STEP)
-
-
-@gluon.jit
 def placed(
     unit, known, state, shape, ROWS, COLS, band_m, PLACE: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr
 ):  # fmt: skip
@@ -230,9 +220,10 @@ def placed(
 def produce(
     ring, first, shape, state, tile, loads, vectors, PLACE: gl.constexpr, EDGES: gl.constexpr, X_ROWS: gl.constexpr,
     STEP: gl.constexpr, SWAP: gl.constexpr, CLUSTERED: gl.constexpr, FORMAT: gl.constexpr, X_FORM: gl.constexpr,
-    Y_FORM: gl.constexpr, BARRIERS_AT: gl.constexpr,
+    Y_FORM: gl.constexpr, BARRIERS_AT: gl.constexpr, PLACES: gl.constexpr,
 ):  # fmt: skip
-    """Loads the blocks that `consume` multiplies, in the same order, after those that `begin` has loaded.
+    """Loads the blocks that `consume` multiplies, in the same order, after those that `begin` has loaded, and finds
+    the places of the program's tiles for it.
 
     Args:
         first: what `corner` says of the program's first unit.
@@ -251,6 +242,8 @@ def produce(
     units = state[0]
     if EDGES:
         units = end_of_units(state, shape, X_ROWS, SWAP)
+    places_at = shared_at(BARRIERS_AT) + 8 * PLACES
+    number = gl.to_tensor(0)
     for unit in range(gl.program_id(0), units, gl.num_programs(0)):
         # `corner` may read memory. It is called a tile ahead, so that the next tile's loads do not wait for it.
         following = corner(
@@ -267,6 +260,12 @@ def produce(
         )  # fmt: skip
         stage, phase = later(stage, phase, gl.cdiv(last_k - first_k, STEP), ring)
         row, col, end, first_k, last_k, batch, known = following
+        # Warpgroups wait for the other parity.
+        post_place(
+            places_at, number, (row, col, end, batch), first_k, gl.cdiv(last_k - first_k, STEP), stage, phase ^ 1,
+            LOADERS if CLUSTERED else loaders_of(X_ROWS),
+        )  # fmt: skip
+        number += 1
         # Otherwise the compiler makes a second copy of the loads for the first tile.
         first_k = computed(first_k)
 
@@ -336,6 +335,14 @@ def scales_of(step_args, row, col, shape, first_k, EVERY_M: gl.constexpr, EVERY_
 # The kernel
 
 
+@gluon.constexpr_function
+def table_words(X_FORM, Y_FORM):
+    """Words of 8 bytes of the table of groups of rows, or of the order of ranges of K."""
+    if in_groups(X_FORM, Y_FORM):
+        return GROUP_WORDS.value
+    return ORDER_WORDS.value if in_ranges(X_FORM, Y_FORM) else 0
+
+
 @gluon.jit
 def heads_of(
     stages, FIRST: gl.constexpr, X_ROWS: gl.constexpr, FORMAT: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr
@@ -357,11 +364,11 @@ def heads_of(
 @gluon.jit
 def consume(
     out, slots, ring, first, step_args, args, workspace, shape, state, tile, GROUP: gl.constexpr, GROUPS: gl.constexpr,
-    PLACE: gl.constexpr, EDGES: gl.constexpr, READY: gl.constexpr, GIVEN: gl.constexpr, SECOND: gl.constexpr,
-    EPILOGUE: gl.constexpr, CAST: gl.constexpr, KIND: gl.constexpr, PROMOTES: gl.constexpr, EVERY: gl.constexpr,
-    X_ROWS: gl.constexpr, WIDTHS: gl.constexpr, SWAP: gl.constexpr, CLUSTERED: gl.constexpr, LOOPS: gl.constexpr,
-    PINGPONG: gl.constexpr, FORMAT: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr, BUFFERS: gl.constexpr,
-    PART: gl.constexpr, RING_BYTES: gl.constexpr, BARRIERS_AT: gl.constexpr,
+    EDGES: gl.constexpr, READY: gl.constexpr, GIVEN: gl.constexpr, SECOND: gl.constexpr, EPILOGUE: gl.constexpr,
+    CAST: gl.constexpr, KIND: gl.constexpr, PROMOTES: gl.constexpr, EVERY: gl.constexpr, X_ROWS: gl.constexpr,
+    WIDTHS: gl.constexpr, SWAP: gl.constexpr, CLUSTERED: gl.constexpr, LOOPS: gl.constexpr, PINGPONG: gl.constexpr,
+    FORMAT: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr, BUFFERS: gl.constexpr, PART: gl.constexpr,
+    RING_BYTES: gl.constexpr, BARRIERS_AT: gl.constexpr, PLACES: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup's part of the work.
 
@@ -387,19 +394,20 @@ def consume(
     own = gl.program_id(0)
     programs = gl.num_programs(0)
     every = programs
-    STEP: gl.constexpr = step_of(KIND, FORMAT)
+    row, col, end, first_k, last_k, batch, _ = first
+    steps = gl.cdiv(last_k - first_k, step_of(KIND, FORMAT))
+    places_at = shared_at(BARRIERS_AT) + 8 * PLACES
+    # Of the last tile's place. All warps know that of the program's first tile, so it is not posted.
+    number = gl.to_tensor(-1)
     if PINGPONG:
         own += GROUP * every
         every *= 2
         if GROUP == 1:
-            stage, phase = later(stage, phase, gl.cdiv(first[4] - first[3], STEP), ring)
+            number = gl.to_tensor(0)
+            if own < units:
+                row, col, end, batch, first_k, steps, stage, phase = take_place(places_at, number)
     if own >= units:
         mbarrier.arrive(unused(ring))
-    row, col, end, first_k, last_k, batch, known = first
-    if PINGPONG and GROUP == 1:
-        row, col, end, first_k, last_k, batch, known = corner(
-            own, known, state, shape, tile, PLACE, EDGES, X_ROWS, SWAP, X_FORM, Y_FORM
-        )
     own_slot = RING_BYTES // (128 * PART) + GROUP * BUFFERS
     taken = 0
     total = 0
@@ -410,7 +418,6 @@ def consume(
         # A constant would put its offset among those by which the compiled kernel is checked.
         own_slot = computed(gl.to_tensor(own_slot))
     for unit in range(own, units, every):
-        row, col = computed(row), computed(col)
         if EDGES:
             width = gl.where(unit < whole, tile[0], tile[2])
             skipped = tile[0] - width
@@ -426,9 +433,8 @@ def consume(
         scales = ()
         if EVERY is not None:
             scales = scales_of(step_args, row + FIRST, col, (end, shape[1]), first_k, EVERY[0], EVERY[1])
-        own_steps = gl.cdiv(last_k - first_k, STEP)
         acc = sum_steps(
-            (heads[0], heads[1] + 8 * skipped), ring, own_steps, stage, phase, tile[0], width,
+            (heads[0], heads[1] + 8 * skipped), ring, steps, stage, phase, tile[0], width,
             (turn_at(GROUP, BARRIERS_AT), turn, turn_at(1 - GROUP, BARRIERS_AT)), scales, KIND, PROMOTES, X_ROWS, FIRST,
             OWN, WIDTHS, PART, FORMAT, X_FORM, Y_FORM, PINGPONG, BARRIERS_AT,
         )  # fmt: skip
@@ -481,17 +487,10 @@ def consume(
                 )  # fmt: skip
                 if GIVEN is not None:
                     taken += total
-        if PINGPONG:
-            # The stages of the tile between are the other warpgroup's.
-            own_steps += steps_at(
-                unit + programs, units, known, state, shape, tile, PLACE, X_ROWS, STEP, SWAP, X_FORM, Y_FORM
-            )
-        stage, phase = later(stage, phase, own_steps, ring)
-        # The next tile's corner. If it were computed just before the K loop, it would take registers in the loop.
+        number += 2 if PINGPONG else 1
+        # With PINGPONG, the tile between is the other warpgroup's.
         if unit + every < units:
-            row, col, end, first_k, last_k, batch, known = corner(
-                unit + every, known, state, shape, tile, PLACE, EDGES, X_ROWS, SWAP, X_FORM, Y_FORM
-            )
+            row, col, end, batch, first_k, steps, stage, phase = take_place(places_at, number)
     tma.store_wait(0)
 
 
@@ -544,7 +543,7 @@ def gemm_any_width(
             warpgroup, which are zeros again afterwards. None if no tile is cut, and in clusters.
         x_vectors, y_vectors: vectors along X and along Y that the epilogue reads. A tile's elements are prefetched.
         PLACE: `place.sized_tile`, `place.sized_part` with a workspace, `place.sized_part_of_cluster`,
-            `place.sized_tile_of_batch`, `place.next_tile_of_rows`, or `place.sized_tile_of_ranges`.
+            `place.sized_tile_of_batch`, `any_width_groups.next_tile_of_rows`, or `place.sized_tile_of_ranges`.
         EDGES: whether the last units may be edge tiles, see `edge_of`.
         READY: waits, given `place_args`, for data that the epilogue reads, see `shards.all_there`; None if there is
             nothing to wait for.
@@ -567,16 +566,6 @@ def gemm_any_width(
     prefetch_maps(FORMAT, X_FORM, Y_FORM)
     shape = (M, N, K)
     divisors = (area_divisor, band_divisor, last_divisor, cut_divisor)
-    known = ()
-    if in_groups(X_FORM, Y_FORM):
-        tile_row = quotient(gl.program_id(0), cut_divisor)
-        group, before, begins, ends, tile_rows = GROUP_OF(
-            tile_row, place_args[0], place_args[1], M, width if SWAP else X_ROWS
-        )
-        known = (group, before, begins, ends)  # type: ignore[assignment]
-        units = tile_rows * tiles_n
-        whole = units
-    state = (units, whole, parts, part_k, tiles_m, tiles_n, divisors, place_args)
     tile = (width, band_m, edge)
     loads = (x_box, x_size, y_box, y_size, streams)
     PAIRED: gl.constexpr = is_paired(X_FORM, Y_FORM)
@@ -593,17 +582,28 @@ def gemm_any_width(
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(out.layout.swizzle_byte_width, out.layout.element_bitwidth, 2)
     slots = gl.allocate_shared_memory(out.dtype, [COUNT, ROWS, COLS], LAYOUT)
     PARTS: gl.constexpr = given.barriers_of(GIVEN, GROUPS) + (GROUPS if CLUSTERED else 0)
-    COUNTED: gl.constexpr = 2 * STAGES + 4 + PARTS
-    # The table of the ranges' order follows them.
-    TABLE: gl.constexpr = WORDS if in_ranges(X_FORM, Y_FORM) else 0
+    # The places of tiles follow them, and a table of the groups or of the ranges' order.
+    PLACES: gl.constexpr = 2 * STAGES + 4 + PARTS
+    COUNTED: gl.constexpr = PLACES + PLACE_WORDS
+    TABLE: gl.constexpr = table_words(X_FORM, Y_FORM)
     barriers = gl.allocate_shared_memory(gl.int64, [COUNTED + TABLE, 1], mbarrier.MBarrierLayout())
     BARRIERS_AT: gl.constexpr = SLOTS * SLOT
     ring = (barriers, stages, stages_divisor)
+    table = shared_at(BARRIERS_AT) + 8 * COUNTED
+    known = ()
+    if in_groups(X_FORM, Y_FORM):
+        tile_row = quotient(gl.program_id(0), cut_divisor)
+        group, before, begins, ends, tile_rows = GROUP_OF(
+            tile_row, place_args[0], place_args[1], M, width if SWAP else X_ROWS, keep, table
+        )
+        known = (table, group, before, begins, ends)  # type: ignore[assignment]
+        units = tile_rows * tiles_n
+        whole = units
     if in_ranges(X_FORM, Y_FORM):
-        table = shared_at(BARRIERS_AT) + 8 * COUNTED
         known = (table,)  # type: ignore[assignment]
         # The ring is free until the first loads.
         put_in_order(table, shared_at(0), place_args[0], place_args[1], K, tiles_m * tiles_n)
+    state = (units, whole, parts, part_k, tiles_m, tiles_n, divisors, place_args)
     # A program begins with a whole tile.
     first = corner(gl.program_id(0), known, state, shape, tile, PLACE, False, X_ROWS, SWAP, X_FORM, Y_FORM)
     row, col, end, first_k, last_k, batch, _ = first
@@ -618,13 +618,13 @@ def gemm_any_width(
         consume,
         (out, slots, ring, first, step_args, args, workspace, shape, state, tile),
         (
-            GROUPS, PLACE, EDGES, READY, GIVEN, SECOND, EPILOGUE, CAST, KIND, PROMOTES, EVERY, X_ROWS, WIDTHS, SWAP,
-            CLUSTERED, LOOPS, PINGPONG, FORMAT, X_FORM, Y_FORM, BUFFERS, PART, RING_BYTES, BARRIERS_AT,
+            GROUPS, EDGES, READY, GIVEN, SECOND, EPILOGUE, CAST, KIND, PROMOTES, EVERY, X_ROWS, WIDTHS, SWAP, CLUSTERED,
+            LOOPS, PINGPONG, FORMAT, X_FORM, Y_FORM, BUFFERS, PART, RING_BYTES, BARRIERS_AT, PLACES,
         ),
         produce,
         (
             ring, first, shape, state, tile, loads, (x_vectors, y_vectors), PLACE, EDGES, X_ROWS, STEP, SWAP,
-            CLUSTERED, FORMAT, X_FORM, Y_FORM, BARRIERS_AT,
+            CLUSTERED, FORMAT, X_FORM, Y_FORM, BARRIERS_AT, PLACES,
         ),
         GROUPS, LOADERS if CLUSTERED else loaders_of(X_ROWS), REGISTERS, LOADER_REGISTERS,
     )  # fmt: skip

@@ -14,6 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 
 from .any_width_loop import STAGES, WAIT, format_of
+from .any_width_places import PLACES
 from .any_width_stage import params_bytes, x_bytes, y_blocks_of
 from .dialect import value_of
 
@@ -406,7 +407,8 @@ def begin(
         k, last_k: where the steps begin and end along K, of which there may be none.
         READERS, GROUPS: arrivals at `free` and at `unused`. At `full` each operand arrives, and at a warpgroup's turn
             each warp of the other one.
-        PARTS: barriers at which parts of the epilogue's matrix, or of a cluster's sums, arrive.
+        PARTS: barriers at which parts of the epilogue's matrix, or of a cluster's sums, arrive. Those of the tiles'
+            places follow them.
     """
     full_, stages_, k_, last_, *of_operands, streams_ = (f"${i}" for i in range(1, 13))
     format = format_of(FORMAT)
@@ -428,7 +430,8 @@ def begin(
         f"mov.b64 x_map, gemm_any_width_param_{maps.out}; cvta.param.u64 x_map, x_map; prefetch.tensormap [x_map];"
         # The last of all is `any_width_loop.NOWHERE`'s.
         + made(2 * most, 2, 4) + made(2 * most + 2, 2, GROUPS)
-        + made(2 * most + 4, value_of(PARTS), 1),
+        + made(2 * most + 4, value_of(PARTS), 1)
+        + made(2 * most + 4 + value_of(PARTS), PLACES.value, 1),
     )  # fmt: skip
     gl.inline_asm_elementwise(
         f"{{ {_REGISTERS} .reg .b32 warp; elect.sync _|more, 0xffffffff; @!more bra DONE;"
@@ -490,7 +493,7 @@ def load_steps(
     x, y = _operands(X_ROWS, FORMAT, X_FORM, Y_FORM, "$15", *of_operands)
     maps = maps_of(X_FORM, Y_FORM)
     loads = of(x, y)
-    # The number of the first loading warp is a multiple of 4.
+    # The number of the first of two or four loading warps is a multiple of 4.
     warp = "mov.u32 warp, %tid.x; shr.u32 warp, warp, 5; and.b32 warp, warp, 3;"
     if value_of(X_ROWS) == SMALL[0]:
         loads = (

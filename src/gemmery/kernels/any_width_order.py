@@ -26,11 +26,11 @@ EACH = gl.constexpr(32)
 
 
 @builtin
-def put(at, value, _semantic=None):
-    """Stores numbers in shared memory, each at its own address."""
+def put(at, value, is_stored, _semantic=None):
+    """Stores numbers in shared memory, each at its own address, where `is_stored` is 1 and not 0."""
     gl.inline_asm_elementwise(
-        "st.shared.b32 [$1], $2; mov.b32 $0, 0;", "=r,r,r", [at, value], dtype=gl.int32, is_pure=False, pack=1,
-        _semantic=_semantic,
+        "{ .reg .pred stored; setp.ne.s32 stored, $3, 0; @stored st.shared.b32 [$1], $2; mov.b32 $0, 0; }", "=r,r,r,r",
+        [at, value, is_stored], dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic,
     )  # fmt: skip
 
 
@@ -74,7 +74,7 @@ def put_in_order(table, lengths, offs, count, K, tiles):
     if is_ordered(tiles, count):
         for first in range(0, count, 128):
             own = first + gl.arange(0, 128, gl.SliceLayout(1, LAYOUT))
-            put(lengths + 4 * own, lengths_of(own, offs, count, K))
+            put(lengths + 4 * own, lengths_of(own, offs, count, K), 1)
         barrier()
         for first in range(0, count, 128):
             own = first + gl.arange(0, 128, gl.SliceLayout(1, LAYOUT))
@@ -87,8 +87,7 @@ def put_in_order(table, lengths, offs, count, K, tiles):
                 is_before = gl.expand_dims(others, 0) < gl.expand_dims(own, 1)
                 longer = (length > known) | ((length == known) & is_before)
                 place += gl.sum(gl.where(longer, 1, 0), 1)
-            # Places after all ranges are never read.
-            put(table + 4 * gl.minimum(place, MOST - 1), own)
+            put(table + 4 * place, own, gl.where(own < count, 1, 0))
         hopper.fence_async_shared()
         barrier()
 

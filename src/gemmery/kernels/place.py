@@ -19,8 +19,6 @@ from .order import banded, divided, grouped, part_of, quotient
 
 #: Whether this is the copy for Gluon's kernels, see `dialect.in_gluon`.
 IN_GLUON = tl.constexpr(False)
-#: The number of groups whose ends `next_tile_of_rows` loads at a time.
-AHEAD = tl.constexpr(8)
 
 
 @triton.jit
@@ -173,7 +171,9 @@ def sized_part_of_cluster(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl
 
 
 @triton.jit
-def group_of(tile, offs, groups, M, BLOCK_M, SCAN: tl.constexpr, LEAST: tl.constexpr):
+def group_of(
+    tile, offs, groups, M, BLOCK_M, SCAN: tl.constexpr, LEAST: tl.constexpr, KEEP: tl.constexpr = None, kept=None
+):  # fmt: skip
     """The group to which a row of tiles belongs, where groups of rows follow one another.
 
     Rows after the last group form one more group, number `groups`. A row of tiles after these has no rows.
@@ -184,6 +184,7 @@ def group_of(tile, offs, groups, M, BLOCK_M, SCAN: tl.constexpr, LEAST: tl.const
         M: the end of all rows.
         SCAN: the number of groups that are examined together, a power of two.
         LEAST: the rows of tiles of an empty group.
+        KEEP: keeps the rows of tiles before each group, given `kept`, the groups, their number and these rows; or None.
 
     Returns:
         The group, its first row of tiles, its first row and its end; and how many rows of tiles there are.
@@ -203,6 +204,8 @@ def group_of(tile, offs, groups, M, BLOCK_M, SCAN: tl.constexpr, LEAST: tl.const
         if LEAST > 0:
             tiles = tl.where(group < groups, tl.maximum(tiles, LEAST), 0)
         before = total + tl.cumsum(tiles, 0) - tiles
+        if KEEP is not None:
+            KEEP(kept, group, groups, before)
         # At most one group of all is here.
         here = (before <= tile) & (tile < before + tiles)
         found += tl.sum(tl.where(here, (group + 1).to(tl.int64) << 32 | before, 0), 0)
@@ -271,44 +274,6 @@ def part_of_ranges(
     row = tl.where((group < groups) & (parts <= tl.num_programs(0) // tiles), tile_m * BLOCK_M, M)
     first_k = begin + (unit // tiles - first) * part_k
     return group, row, tile_n * BLOCK_N, M, first_k, tl.minimum(first_k + part_k, end)
-
-
-@triton.jit
-def next_tile_of_rows(unit, state, shape, BLOCK_M, BLOCK_N, band_m, known):
-    """The same for units in ascending order: the search begins with the group of the earlier unit.
-
-    `state` is that of `sized_tile`, with the divisors of `BLOCK_M` and of the tiles along N in the first and the last
-    place, and then `place_args`. Rows after the last group have a range of K after that of all operands, of the same
-    length. A unit beyond the last tile has an empty range.
-
-    Args:
-        known: the group that was found, the rows of tiles before it, its first row and its end, as `group_of` says.
-
-    Returns: The place, and the state for the next unit.
-    """
-    M, _, K = shape
-    tiles_n, divisors = state[5], state[6]
-    offs, groups = state[7]
-    group, before, begin, end = known
-    tile = quotient(unit, divisors[3])
-    tiles = quotient(end - begin + BLOCK_M - 1, divisors[0])
-    while (tile >= before + tiles) & (group < groups):
-        # The ends of some groups are loaded at a time. Few rows leave many groups empty.
-        ends = ()
-        for i in tl.static_range(1, AHEAD + 1):
-            ends += (tl.load(offs + group + i, mask=group + i < groups, other=M),)  # type: ignore[assignment]
-        for i in tl.static_range(AHEAD):
-            after = (tile >= before + tiles) & (group < groups)
-            before = tl.where(after, before + tiles, before)
-            begin = tl.where(after, end, begin)
-            end = tl.where(after, tl.maximum(tl.minimum(ends[i], M), end), end)
-            group = tl.where(after, group + 1, group)
-            tiles = quotient(end - begin + BLOCK_M - 1, divisors[0])
-    tile_m, tile_n = banded(unit - before * tiles_n, tl.maximum(tiles, 1), tiles_n, band_m)
-    first_k = tl.where(group < groups, 0, K)
-    last_k = tl.where(unit < state[0], first_k + K, first_k)
-    place = (group, begin + tile_m * BLOCK_M, tile_n * BLOCK_N, end, first_k, last_k)
-    return place, (group, before, begin, end)
 
 
 @triton.jit

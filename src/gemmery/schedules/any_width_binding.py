@@ -137,8 +137,12 @@ class AnyWidthBinding(Binding):
     @property
     def place(self) -> Any:
         """`PLACE` of the kernel."""
+        from ..kernels import any_width_groups
+
+        if self.problem.ragged == "rows":
+            return any_width_groups.next_tile_of_rows
         if self.problem.ragged:
-            return place.next_tile_of_rows if self.problem.ragged == "rows" else place.sized_tile_of_ranges
+            return place.sized_tile_of_ranges
         if self.problem.batch:
             return place.sized_tile_of_batch
         is_cut = self.split is not None
@@ -211,11 +215,11 @@ class AnyWidthBinding(Binding):
 
     def check(self, compiled: Any) -> None:
         """Raises RuntimeError unless the ring, its barriers and the tensor maps are where the assembly expects them."""
-        from ..kernels import any_width_order
+        from ..kernels import any_width, any_width_places
 
         check_maps(compiled.asm["ptx"])
-        words = 2 * MOST_STAGES + 4 + self.parts_barriers
-        words += any_width_order.WORDS.value if self.problem.ragged == "k" else 0
+        words = 2 * MOST_STAGES + 4 + self.parts_barriers + any_width_places.WORDS.value
+        words += int(any_width.table_words(*self.forms))
         check_memory(compiled.asm["llir"], self.tile.slots * self.tile.part * ROW, words)
 
     @property
@@ -414,10 +418,12 @@ def source() -> str:
         any_width_cut,
         any_width_finish,
         any_width_given,
+        any_width_groups,
         any_width_load,
         any_width_loop,
         any_width_order,
         any_width_packed,
+        any_width_places,
         any_width_sparse,
         any_width_stage,
         decoders,
@@ -425,8 +431,9 @@ def source() -> str:
     )
 
     return digest(
-        any_width, any_width_acc, any_width_cluster, any_width_cut, any_width_finish, any_width_given, any_width_load,
-        any_width_loop, any_width_order, any_width_packed, any_width_sparse, any_width_stage, decoders, shards,
+        any_width, any_width_acc, any_width_cluster, any_width_cut, any_width_finish, any_width_given,
+        any_width_groups, any_width_load, any_width_loop, any_width_order, any_width_packed, any_width_places,
+        any_width_sparse, any_width_stage, decoders, shards,
     )  # fmt: skip
 
 

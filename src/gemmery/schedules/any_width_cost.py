@@ -123,8 +123,9 @@ PACKED_REDUCTION, PACKED_CLUSTERED = 0.9e-6, 0.83e-8
 CLUSTERED, CLUSTERED_TIMES = 0.458e-6, 3.59
 CLUSTER_MEMORY = Stream(long=1.034, short=0.774, ramp=3.66e-6)
 CLUSTERS, AGAIN = np.array([1.0, 1.0, 1.0, 0.82, 0.91, 0.82, 0.775, 0.775, 0.91]), 0.992e-6
-#: Seconds in which a program finds its first group of rows, see `tile.FIND`.
-FIND = 5.0e-6
+#: Seconds in which a program finds its first groups of rows, where warpgroups share tiles and where they take turns.
+#: Fitted to 30 random products of few rows (`grouped_few-bf16-triton3.9.json`).
+FIND, FIND_IN_TURN = 3.9e-6, 5.0e-6
 #: The additional seconds of a kernel that could cut tiles but does not: it has more code.
 IDLE = 1.01
 
@@ -247,7 +248,9 @@ def costs(problem: Problem, space: Space, given: Given, takes_turns: bool, clust
     loop = loop + (turns - 1) * around
     body = np.maximum((loop**OVERLAP + stream**OVERLAP) ** (1 / OVERLAP), np.maximum(waits, least))
     is_long = p.b.is_sparse & (_blocks_of_y(p, s) > 1)
-    start = terms.start(p, s, groups) + (FIND if given.in_groups else 0.0)
+    start = terms.start(p, s, groups)
+    if given.in_groups:
+        start = start + (FIND_IN_TURN if takes_turns else FIND)
     start = start - (SOONER - LONG_START * is_long) * (x == ROWS)
     last = LAST + store * LAST_STORE + epilogue + _code_seconds(p, elements)
     if takes_turns and p.a.bits == 8 and any(_along(p)):

@@ -28,8 +28,8 @@ SHARED_ROWS = 32
 EIGHT, LEAST_PAIRS = 8, 32
 #: Columns of Y that are stored at a time, at most; and if a cluster's programs share a tile's columns.
 PART, CLUSTER_PART = 64, 16
-#: Bytes of shared memory, and of those for barriers.
-SHARED, BARRIERS = ARCHS["sm_90"].shared, 1024
+#: Bytes of shared memory, and of those for barriers and the places of tiles.
+SHARED, BARRIERS = ARCHS["sm_90"].shared, 1536
 #: The most stages that are useful.
 MOST_STAGES = 12
 #: The widths that share a kernel where X is a packed weight and each warpgroup has 64 rows of it, by the number of

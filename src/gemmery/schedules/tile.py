@@ -121,11 +121,17 @@ class Tile(Schedule):
         busy = np.maximum(compute, l2) + np.maximum(late, 0) + tail
         # In large tiles other warps multiply meanwhile.
         busy = busy + promotes(p) * own_steps * PROMOTED * s.block_k / 256 * np.minimum(1, SMALL / area)
+        store = area * p.out.dtype.itemsize / device.store_bandwidth
+        rounds = np.ceil(work / together)
+        around = self.around(work, together, device.delays.start, store)
+        if given.in_groups:
+            # Programs start and store while others wait for memory, except for one round.
+            around = around / rounds
+            busy = busy + around * (rounds - 1)
         stream, sooner = (MEMORY.seconds(memory), SOONER) if fitted(p) else (memory, 0.0)
         stream = stream * (STREAM if given.in_groups else 1.0)
         body = (busy**OVERLAP + stream**OVERLAP) ** (1 / OVERLAP)
-        store = area * p.out.dtype.itemsize / device.store_bandwidth
-        once = device.delays.launch - sooner + self.around(work, together, device.delays.start, store)
+        once = device.delays.launch - sooner + around
         once = once + FIND * (given.in_groups | ((given.ragged == "k") & (parts > 1)))
         once = once + work / parts * area * self.epilogue(p, s, together) + _traced(p, s)
         reduction = np.where(
