@@ -223,12 +223,14 @@ class Given(NamedTuple):
         rate: operations per second of one multiprocessor, in a long product.
         ragged: the kind of groups of uneven sizes, for which the figures are those of an average group: "rows", which
             are in one matrix for all groups, or "k"; "" for none.
+        gathers: whether rows of the first operand are read by their numbers.
     """
 
     rows: Floats
     memory: Floats
     rate: float
     ragged: str = ""
+    gathers: bool = False
 
     @property
     def in_groups(self) -> bool:

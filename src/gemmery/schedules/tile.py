@@ -44,6 +44,9 @@ BESIDE = 0.7
 #: (`looks/grouped_times-bf16.json`; those of L2 to `looks/grouped_times2-bf16.json`, and the last one to
 #: `looks/grouped_turns-bf16.json`).
 FIND, STREAM, TALL, GROUPED_L2, LARGE, FASTER = 1.2e-6, 0.88, 64, 1.3, 128 * 256, 1.05
+#: Of gathered rows: the last one of these, and the seconds in which an element is loaded. Fitted to the products of
+#: gathered rows in `looks/grouped_times-bf16.json`.
+FASTER_GATHERED, GATHER = 1.25, 6e-12
 #: The time of ranges of K that are cut, divided by the predicted time; measured on an H200 for 1 to 8 ranges
 #: (`looks/grouped_ranges-bf16.json`).
 CUT_RANGES = 1.3
@@ -102,8 +105,10 @@ class Tile(Schedule):
 
         in_flight = together * np.maximum(s.num_stages - 1, 0.5) * stage / device.delays.latency
         area = s.block_m * s.block_n
-        faster = np.where((area >= LARGE) & given.in_groups, FASTER, 1.0)
+        large = FASTER_GATHERED if given.gathers else FASTER
+        faster = np.where((area >= LARGE) & given.in_groups, large, 1.0)
         compute = own_steps * 2.0 * area * s.block_k / (rate * s.efficiency * faster)
+        compute = compute + given.gathers * own_steps * GATHER * s.block_m * s.block_k
         if p.b.unpacks:
             compute = compute * (1 + BESIDE * (together - 1)) / together
         l2_bandwidth_per_sm = device.sm_bandwidth
@@ -124,7 +129,7 @@ class Tile(Schedule):
         store = area * p.out.dtype.itemsize / device.store_bandwidth
         rounds = np.ceil(work / together)
         around = self.around(work, together, device.delays.start, store)
-        if given.in_groups:
+        if given.in_groups and not p.b.unpacks:
             # Programs start and store while others wait for memory, except for one round.
             around = around / rounds
             busy = busy + around * (rounds - 1)

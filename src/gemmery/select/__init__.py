@@ -30,9 +30,7 @@ def _predict(problem: Problem) -> tuple[Space, Costs, np.ndarray]:
     if not considered.all():
         space = space.where(considered)
     factor = measured.factor(stand_in, space, rows)
-    predicted = costs(stand_in, space, ragged=problem.ragged).corrected(
-        np.broadcast_to(factor, (1, len(space)))[0]
-    )
+    predicted = costs(stand_in, space, a=problem.a).corrected(np.broadcast_to(factor, (1, len(space)))[0])
     others = ~np.isin(space.kernel, list(shortlist.of(problem)))
     return space, predicted, np.lexsort((predicted.total, others, ~space.chosen(problem)))
 

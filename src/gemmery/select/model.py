@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from .. import schedules
+from ..operands import Spec
 from ..problem import Problem
 from ..schedules.cost import STREAM, Cost, Costs, Floats, Given
 from .space import Space, mn_major
@@ -21,22 +22,22 @@ TRANSPOSED = 0.15
 
 
 def costs(
-    problem: Problem, space: Space, M: Floats | None = None, least_bytes: Floats | None = None, ragged: str = ""
+    problem: Problem, space: Space, M: Floats | None = None, least_bytes: Floats | None = None, a: Spec | None = None
 ) -> Costs:  # fmt: skip
     """The predicted costs of running `problem` with each config of a space.
 
     Args:
         M: numbers of rows, as a column, to predict for instead of the problem's; then `least_bytes` are their bytes.
-        ragged: the kind of groups, if the problem is `Problem.predicted` of one with groups.
+        a: the first operand of the problem of which this one is `Problem.predicted`, if that has groups.
     """
     p, device = problem, problem.device
     rate = device.rate(p.a.dtype, p.precision) * device.achieved / device.sms
     if any(mn_major(p)):
         rate *= TRANSPOSED
     bytes_moved = np.asarray(p.bytes if least_bytes is None else least_bytes, dtype=float)
-    given = Given(
-        np.asarray(p.M if M is None else M), bytes_moved / (device.bandwidth * STREAM), rate, ragged
-    )
+    a = p.a if a is None else a
+    rows, memory = np.asarray(p.M if M is None else M), bytes_moved / (device.bandwidth * STREAM)
+    given = Given(rows, memory, rate, a.ragged, a.gathers)
     return Costs.joined([
         (places, schedules.of(name).costs(p, part, given)) for name, (places, part) in space.by_schedule.items()
     ])  # fmt: skip

@@ -65,22 +65,20 @@ def _all_log_times(problem: Problem, space: Space) -> tuple[np.ndarray, np.ndarr
     For groups of rows, these are the average rows of a group, and then few rows in total, which touch few groups.
     """
     if problem.ragged != "rows":
-        return _log_times(problem.predicted, space, ragged=problem.ragged), WEIGHTS
+        return _log_times(problem.predicted, space, a=problem.a), WEIGHTS
     few = [R for R in FEW if problem.matrices > R]
     stand_ins = [replace(problem, M=R).predicted for R in (problem.matrices, *few)]
-    logs = [_log_times(stand_ins[0], space, ROWS, ragged="rows")]
-    logs += [_log_times(x, space, np.array([[x.M]]), ragged="rows") for x in stand_ins[1:]]
+    logs = [_log_times(stand_ins[0], space, ROWS, a=problem.a)]
+    logs += [_log_times(x, space, np.array([[x.M]]), a=problem.a) for x in stand_ins[1:]]
     return np.concatenate(logs), np.concatenate([WEIGHTS, np.ones((len(few), 1))])
 
 
 def _log_times(
-    problem: Problem, space: Space, rows: np.ndarray = ROWS, *, ragged: str = ""
+    problem: Problem, space: Space, rows: np.ndarray = ROWS, *, a: Spec | None = None
 ) -> np.ndarray:  # fmt: skip
-    """The logarithm of the predicted time for each of some numbers of rows and each config."""
+    """The logarithm of the predicted time for each of some numbers of rows and each config; see `model.costs`."""
     least = np.array([[replace(problem, M=int(M)).bytes] for M in rows[:, 0]], dtype=float)
-    times: np.ndarray = costs(problem, space, rows, least, ragged).total * measured.factor(
-        problem, space, rows
-    )
+    times: np.ndarray = costs(problem, space, rows, least, a).total * measured.factor(problem, space, rows)
     return np.log(np.where(space.considered(problem, rows), times, np.inf))
 
 
