@@ -81,7 +81,7 @@ def usable(text, problem):
 
 
 @pytest.mark.parametrize("how", ["all", "some", "one"])
-@pytest.mark.parametrize("groups", [1, 7, 130, 1100])
+@pytest.mark.parametrize("groups", [1, 7, 130, 512, 1100])
 @pytest.mark.parametrize("config", CONFIGS)
 def test_groups_of_rows(config, groups, how, seeded):
     rows, behind = seeded.choice([1, 77, size(1500)]), seeded.choice([0, 3, 150])
@@ -100,7 +100,7 @@ def test_groups_of_rows(config, groups, how, seeded):
 
 
 @pytest.mark.parametrize("how", ["all", "some", "one"])
-@pytest.mark.parametrize("groups", [1, 7, 130])
+@pytest.mark.parametrize("groups", [1, 7, 130, 512, 600])
 @pytest.mark.parametrize("config", RANGES)
 def test_ranges_of_k(config, groups, how, seeded):
     rows, behind = seeded.choice([1, 77, size(1500)]), seeded.choice([0, 3, 150])

@@ -33,9 +33,9 @@ class Device:
     def __init__(self, offs):
         self.offs, self.memory = np.asarray(offs), np.full(any_width_groups.MOST.value + TABLE // 4, NOTHING)
         language = types.SimpleNamespace(
-            load=self.load, where=lambda condition, x, y: numbers(np.where(condition, x, y)), maximum=np.maximum, minimum=np.minimum, static_range=range, int32=np.int32,
-            int64=np.int64, cast=numbers, cumsum=np.cumsum, sum=lambda x, axis: numbers(np.sum(x)),
-            cdiv=lambda x, y: -(-x // y),
+            load=self.load, where=lambda condition, x, y: numbers(np.where(condition, x, y)), maximum=np.maximum,
+            minimum=np.minimum, static_range=range, int32=np.int32, int64=np.int64, cast=numbers, cumsum=np.cumsum,
+            sum=lambda x, axis: numbers(np.sum(x)), cdiv=lambda x, y: -(-x // y),
         )  # fmt: skip
         self.names = {
             "tl": language, "gl": language, "MOST": any_width_groups.MOST.value, "put": self.put, "got": self.got,
