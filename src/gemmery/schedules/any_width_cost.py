@@ -31,7 +31,7 @@ EFFICIENCY, EDGE = 0.9345, 18.8
 #: ranges of K (`turns_ready-bf16.json`, `grouped_times2-bf16.json`).
 TURNED = 20.0
 #: The factor of the products of matrices if warpgroups take turns, measured on 10 random products
-#: (`turns_ready-bf16.json`).
+#: (`turns_ready-bf16.json`). Ranges of K do not have it: long ones are faster in shared tiles (`places-bf16.json`).
 IN_TURNS = 0.98
 #: The factor of the products' time if each step's sum is promoted, and if it is also scaled; for 1, 2 and 3
 #: warpgroups, since the others multiply while one adds.
@@ -230,7 +230,7 @@ def costs(problem: Problem, space: Space, given: Given, takes_turns: bool, clust
     loaded = x * (p.b.bits / p.a.bits) + y
     l2 = own_steps * loaded * (s.block_k * p.a.bits / 8) / share
     l2 = l2 * _l2_factor(p, given, terms.beyond)
-    if takes_turns and staged is None:
+    if takes_turns and staged is None and given.ragged != "k":
         compute = compute * IN_TURNS
     loop = (compute**JOINT + l2**JOINT) ** (1 / JOINT)
     loop = np.maximum(loop, own_steps * _least_of_step(p, s, given.rows_inside(p.matrices), x, y, busy))
