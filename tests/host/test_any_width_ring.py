@@ -1111,7 +1111,7 @@ def test_ranges_of_different_lengths(takes_turns):
 
 @pytest.mark.parametrize("takes_turns", (False, True))
 def test_more_tiles_than_there_are_places(takes_turns):
-    """Of one step each, so that the loading warp is many tiles ahead."""
+    """Each tile has one step, so the loading warp is many tiles ahead."""
     emulate(1, 2, 128, 64, 12, takes_turns, (1280, 640, 64))
 
 

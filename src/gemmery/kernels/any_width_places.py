@@ -38,12 +38,14 @@ def post_place(places, number, corner, first_k, steps, stage, phase, LOADERS: gl
         steps, stage, phase: of the tile.
         LOADERS: the number of loading warps.
     """
-    put_place(places, number, corner + (first_k, (steps << BITS | stage) << 1 | phase), LOADERS)  # noqa: RUF005
+    row, col, end, batch = corner
+    of_steps = (steps << BITS | stage) << 1 | phase
+    put_place(places, number, (row, col, end, batch, first_k, of_steps), LOADERS)
 
 
 @gluon.jit
 def take_place(places, number):
-    """What was posted, once it is there: the corner, where K begins, the steps, the stage and the parity."""
+    """Waits until a place is posted. Returns its corner, where K begins, its steps, its stage and its parity."""
     row, col, end, batch, first_k, steps = got_place(places, number)
     stage = steps >> 1 & ((1 << BITS) - 1)
     return row, col, end, batch, first_k, steps >> BITS + 1, stage, steps & 1
@@ -69,7 +71,7 @@ def put_place(places, number, place, LOADERS, _semantic=None):
 
 @builtin
 def got_place(places, number, _semantic=None):
-    """The numbers of a place, once it is posted; see `take_place`."""
+    """Waits until a place is posted, and returns its numbers; see `take_place`."""
     number_, places_ = (f"${COUNT.value + i}" for i in range(2))
     wait = WAIT.format(barrier="at", phase="parity")
     made = gl.inline_asm_elementwise(

@@ -44,8 +44,8 @@ BESIDE = 0.7
 #: (`looks/grouped_times-bf16.json`; those of L2 to `looks/grouped_times2-bf16.json`, and the last one to
 #: `looks/grouped_turns-bf16.json`).
 FIND, STREAM, TALL, GROUPED_L2, LARGE, FASTER = 1.2e-6, 0.88, 64, 1.3, 128 * 256, 1.05
-#: Of gathered rows: the last one of these, and the seconds in which an element is loaded. Fitted to the products of
-#: gathered rows in `looks/grouped_times-bf16.json`.
+#: Of gathered rows: how much faster tiles of at least that area are than in plain products, and the seconds for each
+#: element that is loaded. Fitted to the products of gathered rows in `looks/grouped_times-bf16.json`.
 FASTER_GATHERED, GATHER = 1.25, 6e-12
 #: The time of ranges of K that are cut, divided by the predicted time; measured on an H200 for 1 to 8 ranges
 #: (`looks/grouped_ranges-bf16.json`).
