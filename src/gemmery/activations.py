@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from . import devices
-from .devices import on_device
+from .devices import on_device, overlap_on
 from .dtypes import FP8
 from .formats.scaled import BLOCK, E8M0, MX_BLOCK, ScaledTensor
 from .kernels import quantize as kernels
@@ -254,6 +254,7 @@ def _cast_lines(x: Tensor, data: Tensor, scale: Tensor, format: str, span: int) 
         # Triton has no such type.
         x, data, scale.view(torch.uint8) if power else scale, *walk.arguments, WHOLE=whole,
         EXPONENT=_EXPONENTS[format] if power else None, **_format(format), **walk.constants,
+        **overlap_on(x),
     )  # fmt: skip
 
 
@@ -262,7 +263,9 @@ def _maxima(x: Tensor) -> Tensor:
     walk = _walk(x, None)
     programs = min(walk.blocks, _FINDERS)
     maxima = torch.empty(programs, dtype=torch.float32, device=x.device)
-    kernels.largest_magnitudes[(programs,)](x, maxima, walk.blocks, *walk.arguments, **walk.constants)
+    kernels.largest_magnitudes[(programs,)](
+        x, maxima, walk.blocks, *walk.arguments, **walk.constants, **overlap_on(x)
+    )
     return maxima
 
 
@@ -271,7 +274,8 @@ def _cast_known(x: Tensor, data: Tensor, scale: Tensor, maxima: Tensor, format: 
     walk = _walk(x, None)
     power = 0 if scale.dim() else 1 << (maxima.numel() - 1).bit_length()
     kernels.quantize_known[(walk.blocks,)](
-        x, data, scale, maxima, maxima.numel(), *walk.arguments, FOUND=power, **_format(format), **walk.constants
+        x, data, scale, maxima, maxima.numel(), *walk.arguments, FOUND=power, **_format(format), **walk.constants,
+        **overlap_on(x),
     )  # fmt: skip
 
 

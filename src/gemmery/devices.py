@@ -77,6 +77,13 @@ class Arch:
         """Triton's name of the backend: "cuda" or "hip"."""
         return "hip" if self.name.startswith("gfx") else "cuda"
 
+    @property
+    def overlap(self) -> dict[str, Any]:
+        """Compile-time arguments of a kernel whose launches may begin while others end; see `kernels.overlap`."""
+        if INTERPRETED or self.family not in ("hopper", "blackwell", "blackwell rtx"):
+            return {"OVERLAPS": False}
+        return {"OVERLAPS": True, "launch_pdl": True}
+
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _E5M2 = (torch.float8_e5m2,)
@@ -345,6 +352,13 @@ def current(device: torch.device) -> Device | None:
     if device.type != "cuda":
         return None
     return _of_index(device.index if device.index is not None else torch.cuda.current_device())
+
+
+def overlap_on(tensor: Tensor) -> dict[str, Any]:
+    """`Arch.overlap` of a tensor's device, where kernels run."""
+    row = current(tensor.device)
+    assert row is not None
+    return row.target.overlap
 
 
 def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:

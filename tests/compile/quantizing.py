@@ -14,7 +14,7 @@ from tests.compile.compiling import strictly_for
 SHAPES = ((4096, 128), (4096, 5120), (64, 65536))
 
 
-def kernels(x, format):
+def kernels(x, format, overlap):
     """The kernels of an input, compiled, by name."""
     data = torch.empty(x.shape, dtype=activations.FORMATS[format][0], device="meta")
     scale = torch.empty(1, device="meta")
@@ -24,18 +24,26 @@ def kernels(x, format):
     lines += [("mx", activations.MX_BLOCK, exponent)] if exponent else []
     for name, span, power in lines:
         walk = activations._walk(x, span)
-        constants = {"WHOLE": walk.constants["COLS"] >= span, "EXPONENT": power, **how, **walk.constants}
+        constants = {
+            "WHOLE": walk.constants["COLS"] >= span,
+            "EXPONENT": power,
+            **how,
+            **walk.constants,
+            **overlap,
+        }
         scales = scale if power is None else torch.empty(1, dtype=torch.uint8, device="meta")
         arguments = (x, data, scales, *walk.arguments)
         yield name, quantize.quantize_lines.warmup(*arguments, **constants, grid=(1,))
     walk = activations._walk(x, None)
     arguments = (x, scale, walk.blocks, *walk.arguments)
-    yield "largest", quantize.largest_magnitudes.warmup(*arguments, **walk.constants, grid=(1,))
+    yield "largest", quantize.largest_magnitudes.warmup(*arguments, **walk.constants, grid=(1,), **overlap)
     for name, found in (("tensor", 512), ("known", 0)):
         arguments = (x, data, scale, scale, 512, *walk.arguments)
         yield (
             name,
-            quantize.quantize_known.warmup(*arguments, FOUND=found, **how, **walk.constants, grid=(1,)),
+            quantize.quantize_known.warmup(
+                *arguments, FOUND=found, **how, **walk.constants, grid=(1,), **overlap
+            ),
         )
 
 
@@ -49,7 +57,9 @@ def formats(target):
 def reports(target, format, shape):
     """What the kernels of a format turn out to be, for an input of this shape."""
     with strictly_for(target):
-        for name, compiled in kernels(torch.empty(shape, dtype=torch.bfloat16, device="meta"), format):
+        for name, compiled in kernels(
+            torch.empty(shape, dtype=torch.bfloat16, device="meta"), format, ARCHS[target].overlap
+        ):
             text = compiled.asm.get("ptx", "")
             yield {
                 "kernel": f"{name} {format} {shape}",

@@ -117,6 +117,13 @@ def check(target, compiled, kernel, *units, spilled=0, more=0):
     assert spilled <= took.spilled <= spilled + more
     assert took.shared <= device_of(target).target.shared
     assert not units or any(unit in text for unit in units)
+    # A kernel that is launched before others have ended waits for them.
+    assert overlaps(compiled) == ("griddepcontrol.wait" in text)
+
+
+def overlaps(compiled):
+    """Whether launches of a kernel begin before those before them have ended."""
+    return getattr(compiled.metadata, "launch_pdl", False)
 
 
 @every_target
@@ -125,6 +132,7 @@ def test_dense(target, kernel, config):
     compiled = compile_dense(target, config, bias=True)
     check(target, compiled, kernel, ARCHS[target].matrix)
     assert not serialised(compiled)
+    assert overlaps(compiled) == (target in ("sm_90", "sm_100", "sm_120"))
 
 
 #: Types, with precisions and sums: every one that a target has.
@@ -231,6 +239,8 @@ def test_waiting_for_other_ranks(name):
     kernel = "gemm_tiles" if "-tile-" in config else "gemm_any_width"
     # The loading warp keeps the place of the next tile, which may be a part of one.
     check("sm_90", compiled, kernel, "wgmma.mma_async", more=8 if name == "many parts" else 0)
+    # Launches behind it would take room that other streams need.
+    assert not overlaps(compiled)
     # What other GPUs have written is seen before tensor maps load it.
     text = compiled.asm["ptx"]
     assert "ld.acquire.sys" in text or "ld.global.sys.acquire" in text

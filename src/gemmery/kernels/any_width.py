@@ -73,7 +73,7 @@ from .any_width_order import in_order, put_in_order
 from .any_width_places import WORDS as PLACE_WORDS
 from .any_width_places import post_place, take_place
 from .order import quotient
-from .rings import barrier, begin_roles
+from .rings import barrier, begin_roles, wait_for_earlier
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The ring
@@ -510,7 +510,8 @@ def gemm_any_width(
     KIND: gl.constexpr, PROMOTES: gl.constexpr, EVERY: gl.constexpr, X_ROWS: gl.constexpr, WIDTHS: gl.constexpr,
     RING_ROWS: gl.constexpr, GROUPS: gl.constexpr, SWAP: gl.constexpr, CLUSTERED: gl.constexpr, LOOPS: gl.constexpr,
     PINGPONG: gl.constexpr, FORMAT: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr, BUFFERS: gl.constexpr,
-    REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr, SOURCE: gl.constexpr,
+    REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr, OVERLAPS: gl.constexpr,
+    SOURCE: gl.constexpr,
 ):  # fmt: skip
     """The kernel: as many programs as run at once process units in turn, first whole tiles, then edge tiles or parts of
     tiles.
@@ -561,9 +562,11 @@ def gemm_any_width(
         X_FORM, Y_FORM: the forms of the operands.
         BUFFERS: slots that each warpgroup has beside the ring.
         REGISTERS, LOADER_REGISTERS: of a thread in all warpgroups but the first, and of the loader's.
+        OVERLAPS: see `overlap.wait_for_earlier`.
         SOURCE: identifies the version of the files that write assembly.
     """
     prefetch_maps(FORMAT, X_FORM, Y_FORM)
+    wait_for_earlier(OVERLAPS)
     shape = (M, N, K)
     divisors = (area_divisor, band_divisor, last_divisor, cut_divisor)
     tile = (width, band_m, edge)

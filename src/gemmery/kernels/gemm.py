@@ -22,6 +22,7 @@ import triton.language as tl
 
 from .numerics import cast
 from .operands import beside, column_halves
+from .overlap import wait_for_earlier
 from .parts import add_partials, last_to_arrive, store_partial
 
 
@@ -184,7 +185,7 @@ def gemm_tiles(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, REST_N: tl.constexpr, BLOCK_K: tl.constexpr, BAND_M: tl.constexpr,
     SWAP: tl.constexpr, PAIRED: tl.constexpr, EPILOGUE_SUBTILES: tl.constexpr, CHECK_K: tl.constexpr,
     WIDE: tl.constexpr, ACC: tl.constexpr, OUT: tl.constexpr, PRECISION: tl.constexpr, IMPRECISE_ACC: tl.constexpr,
-    M_MULTIPLE: tl.constexpr, RAGGED: tl.constexpr,
+    M_MULTIPLE: tl.constexpr, RAGGED: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """One program for each tile; with a workspace, one for each `part_k` of a tile's K, see `parts`.
 
@@ -199,6 +200,7 @@ def gemm_tiles(
             host does not know the groups, so it starts as many programs as there can be units. Rows after the last
             group become 0.
     """
+    wait_for_earlier(OVERLAPS)
     M = multiple(M, M_MULTIPLE)
     shape = (M, N, K)
     unit = tl.program_id(0)
@@ -286,7 +288,7 @@ def gemm_persistent(
     PAIRED: tl.constexpr, EPILOGUE_SUBTILES: tl.constexpr, CHECK_K: tl.constexpr, WIDE: tl.constexpr,
     ACC: tl.constexpr, OUT: tl.constexpr, PRECISION: tl.constexpr, IMPRECISE_ACC: tl.constexpr, FLATTEN: tl.constexpr,
     TAIL_M: tl.constexpr, TAIL_N: tl.constexpr, TAIL_K: tl.constexpr, CHECK_TAIL_K: tl.constexpr,
-    TAIL_SUBTILES: tl.constexpr, M_MULTIPLE: tl.constexpr,
+    TAIL_SUBTILES: tl.constexpr, M_MULTIPLE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """As many programs as run at once, each taking every num_programs-th tile.
 
@@ -298,6 +300,7 @@ def gemm_persistent(
 
     PLACE's and TAIL_PLACE's `state` is (tiles, tail_tiles, cut, strips, place_args).
     """
+    wait_for_earlier(OVERLAPS)
     state = (tiles, tail_tiles, cut, strips, place_args)
     M = multiple(M, M_MULTIPLE)
     walk(

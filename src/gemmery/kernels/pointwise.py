@@ -6,15 +6,17 @@ import triton.language as tl
 from .fused import as_type
 from .gemm import finish_block
 from .operands import load_strided
+from .overlap import wait_for_earlier
 
 
 @triton.jit(do_not_specialize=["M"])
 def pointwise(
     x, out, args, M, N, sizes, x_strides, out_strides,
     EPILOGUE: tl.constexpr, STORE: tl.constexpr, ACC: tl.constexpr, OUT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """`out = epilogue(x)`, one program a block of (BLOCK_M, BLOCK_N)."""
+    wait_for_earlier(OVERLAPS)
     across = tl.cdiv(N, BLOCK_N)
     blocks = tl.cdiv(M, BLOCK_M) * across
     batch = tl.program_id(0) // blocks

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from .numerics import cast, widen
 from .operands import batch_offset
+from .overlap import wait_for_earlier
 from .scales import as_fp32
 
 
@@ -118,12 +119,13 @@ def quantized(x, scale, LARGEST: tl.constexpr, DTYPE: tl.constexpr):
 def quantize_lines(
     x, data, scales, rows, groups, span, M, K, sizes, strides,
     LARGEST: tl.constexpr, EXPONENT: tl.constexpr, DTYPE: tl.constexpr, LINES: tl.constexpr, COLS: tl.constexpr,
-    WHOLE: tl.constexpr, DOWN: tl.constexpr, WIDE: tl.constexpr,
+    WHOLE: tl.constexpr, DOWN: tl.constexpr, WIDE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Each line has its own scale, and a program computes a block of lines; each element of `WHOLE` lines is read once.
 
     Longer lines are read twice, the second time from a cache. For `EXPONENT` see `line_scale`.
     """
+    wait_for_earlier(OVERLAPS)
     line, places, inside = find_lines(tl.program_id(0), rows, groups, LINES, DOWN)
     starts = find_rows(x, line, M, sizes, strides)
     ends = data + line * K
@@ -150,9 +152,10 @@ def quantize_lines(
 @triton.jit(do_not_specialize=["rows", "blocks", "M"])
 def largest_magnitudes(
     x, maxima, blocks, rows, groups, span, M, K, sizes, strides,
-    LINES: tl.constexpr, COLS: tl.constexpr, DOWN: tl.constexpr, WIDE: tl.constexpr,
+    LINES: tl.constexpr, COLS: tl.constexpr, DOWN: tl.constexpr, WIDE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Stores, for each program, the largest magnitude in its blocks of lines."""
+    wait_for_earlier(OVERLAPS)
     most = tl.zeros((LINES, COLS), tl.int32)
     for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
         line, places, inside = find_lines(block, rows, groups, LINES, DOWN)
@@ -167,13 +170,14 @@ def largest_magnitudes(
 def quantize_known(
     x, data, scales, maxima, found, rows, groups, span, M, K, sizes, strides,
     LARGEST: tl.constexpr, DTYPE: tl.constexpr, LINES: tl.constexpr, COLS: tl.constexpr, FOUND: tl.constexpr,
-    DOWN: tl.constexpr, WIDE: tl.constexpr,
+    DOWN: tl.constexpr, WIDE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Lines whose largest magnitudes are known: one a row, or, of all together, the largest of the `found` maxima.
 
     Args:
         FOUND: a power of two that is not below `found`; 0 if there is one a row.
     """
+    wait_for_earlier(OVERLAPS)
     line, places, inside = find_lines(tl.program_id(0), rows, groups, LINES, DOWN)
     starts = find_rows(x, line, M, sizes, strides)
     if FOUND == 0:

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from . import operands
+from . import operands, overlap
 from .dialect import in_gluon, value_of
 
 #: The cache policy for blocks that are read once: they replace each other in L2, and not data that will be written
@@ -32,6 +32,7 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 column_halves = in_gluon(operands.column_halves)
 beside = in_gluon(operands.beside)
+wait_for_earlier = in_gluon(overlap.wait_for_earlier)
 
 
 @builtin

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from .numerics import cast, widen
+from .overlap import wait_for_earlier
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Sorting
@@ -56,12 +57,13 @@ def keys_below(limits, index, count, groups, layout, ROWS: tl.constexpr, COLS: t
 @triton.jit(do_not_specialize=["count"])
 def route_few(
     index, offs, counts, order, inverse, token, count, k, groups, layout,
-    ROWS: tl.constexpr, COLS: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """The whole routing; the first programs find rows of assignments and the others ends of groups.
 
     Keys are int32: `(groups + ROWS) * count` must be.
     """
+    wait_for_earlier(OVERLAPS)
     block = tl.program_id(0)
     blocks = tl.cdiv(count, ROWS)
     if block < blocks:
@@ -80,9 +82,10 @@ def route_few(
 
 @triton.jit(do_not_specialize=["count", "blocks"])
 def count_blocks(
-    index, table, count, blocks, groups, layout, BLOCK: tl.constexpr, BINS: tl.constexpr
+    index, table, count, blocks, groups, layout, BLOCK: tl.constexpr, BINS: tl.constexpr, OVERLAPS: tl.constexpr
 ):  # fmt: skip
     """table[group, block] = how many ids of the block are at most the group; the tail is a group, too."""
+    wait_for_earlier(OVERLAPS)
     block = tl.program_id(0)
     first = tl.program_id(1) * BINS
     place = block * BLOCK + tl.arange(0, BLOCK)
@@ -94,8 +97,11 @@ def count_blocks(
 
 
 @triton.jit(do_not_specialize=["blocks"])
-def sum_blocks(table, before, offs, counts, blocks, groups, CHUNK: tl.constexpr):
+def sum_blocks(
+    table, before, offs, counts, blocks, groups, CHUNK: tl.constexpr, OVERLAPS: tl.constexpr
+):  # fmt: skip
     """A group's end, its count, and how many of its assignments lie before each block. One program a group."""
+    wait_for_earlier(OVERLAPS)
     group = tl.program_id(0)
     line = group.to(tl.int64) * blocks
     end = 0
@@ -116,9 +122,10 @@ def sum_blocks(table, before, offs, counts, blocks, groups, CHUNK: tl.constexpr)
 @triton.jit(do_not_specialize=["count", "blocks"])
 def place_blocks(
     index, before, offs, order, inverse, token, count, blocks, k, groups, layout,
-    BLOCK: tl.constexpr, COLS: tl.constexpr,
+    BLOCK: tl.constexpr, COLS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Rows of a block's assignments: the group's start, plus those of the group in earlier blocks and in this one."""
+    wait_for_earlier(OVERLAPS)
     block = tl.program_id(0)
     place = block * BLOCK + tl.arange(0, BLOCK)
     ids = load_ids(index, place, count, groups, layout)
@@ -165,13 +172,14 @@ def load_row(inverse, token, choice, k):
 @triton.jit(do_not_specialize=["groups"])
 def combine_rows(
     y, weights, inverse, offs, out, groups, columns, y_strides, weight_strides,
-    K: tl.constexpr, CHOICES: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr,
+    K: tl.constexpr, CHOICES: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """out[token] = the sum of its rows times their weights, in the order of choices. One program COLS columns.
 
     Args:
         CHOICES: rows that are loaded at once.
     """
+    wait_for_earlier(OVERLAPS)
     tiles = tl.cdiv(columns, COLS)
     token = tl.program_id(0) // tiles
     col = tl.program_id(0) % tiles * COLS + tl.arange(0, COLS)
@@ -198,9 +206,10 @@ def combine_rows(
 @triton.jit(do_not_specialize=["groups"])
 def spread_rows(
     grad, weights, inverse, offs, out, groups, columns, grad_strides, weight_strides,
-    K: tl.constexpr, CHOICES: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr,
+    K: tl.constexpr, CHOICES: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """out[row] = grad[token] times the row's weight, zero in the tail. One program COLS columns of a token."""
+    wait_for_earlier(OVERLAPS)
     tiles = tl.cdiv(columns, COLS)
     token = tl.program_id(0) // tiles
     col = tl.program_id(0) % tiles * COLS + tl.arange(0, COLS)
@@ -219,9 +228,10 @@ def spread_rows(
 @triton.jit(do_not_specialize=["groups"])
 def dot_rows(
     grad, y, inverse, offs, out, k, groups, columns, grad_strides, y_strides,
-    COLS: tl.constexpr, WIDE: tl.constexpr,
+    COLS: tl.constexpr, WIDE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """out[assignment] = the product of grad[token] and y's row, summed; zero in the tail. One program an assignment."""
+    wait_for_earlier(OVERLAPS)
     place = tl.program_id(0)
     token = (place // k).to(tl.int64)
     row = tl.load(inverse + place)

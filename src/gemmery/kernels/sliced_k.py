@@ -20,7 +20,7 @@ from . import any_width_packed, sliced_k_loop
 from .any_width_packed import StageFormat
 from .dialect import value_of
 from .order import part_of, quotient
-from .rings import last_to_arrive, sum_of_partials
+from .rings import last_to_arrive, sum_of_partials, wait_for_earlier
 from .sliced_k_loop import Shape, assembly
 
 #: Rows of a strip; bytes of a row of a partial sum.
@@ -195,7 +195,7 @@ def gemm_sliced_k(
     x_stride, out_row, out_col, strips, chunk, buffers, groups, strip_bytes, args, workspace,
     PLACE: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr, KIND: gl.constexpr, FORMAT: gl.constexpr,
     BUNDLE: gl.constexpr, SPANS: gl.constexpr, SLOTS: gl.constexpr, X_BYTES: gl.constexpr, BYTES: gl.constexpr,
-    WARPS: gl.constexpr, SOURCE: gl.constexpr,
+    WARPS: gl.constexpr, OVERLAPS: gl.constexpr, SOURCE: gl.constexpr,
 ):  # fmt: skip
     """A program for each tile of some strips, or for each part of one that is cut along K.
 
@@ -215,8 +215,10 @@ def gemm_sliced_k(
         FORMAT, KIND, BUNDLE, SPANS, SLOTS, X_BYTES: see `multiply_strips`.
         BYTES: of shared memory, in all; whole KiB.
         WARPS: `num_warps`.
+        OVERLAPS: see `overlap.wait_for_earlier`.
         SOURCE: tells versions of the files apart that write assembly.
     """
+    wait_for_earlier(OVERLAPS)
     # Nothing else is as large, so shared memory begins with it.
     memory = gl.allocate_shared_memory(gl.int32, [BYTES // 1024, 256], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     sizes, state = (M, N, K), (tiles, part_k, tiles_n, (tiles_divisor, row_divisor))

@@ -14,7 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .order import part_of
-from .rings import applied, barrier, combine
+from .rings import applied, barrier, combine, wait_for_earlier
 from .sparse_fragments import (
     BLOCK,
     DEPTH,
@@ -302,6 +302,7 @@ def gemm_sliced_sparse(
     out_col, blocks, steps, args, workspace,
     PLACE: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr, KIND: gl.constexpr, ROWS: gl.constexpr,
     K_WARPS: gl.constexpr, N_WARPS: gl.constexpr, PAIRED: gl.constexpr, AHEAD: gl.constexpr,
+    OVERLAPS: gl.constexpr,
 ):  # fmt: skip
     """A program for each tile, or for each part of one that is cut along K.
 
@@ -320,7 +321,9 @@ def gemm_sliced_sparse(
         K_WARPS, N_WARPS: how many warps share K, and N.
         PAIRED: see `block_of`.
         AHEAD: see `multiply`.
+        OVERLAPS: see `overlap.wait_for_earlier`.
     """
+    wait_for_earlier(OVERLAPS)
     STEP: gl.constexpr = K_WARPS * DEPTH
     unit = gl.program_id(0)
     shape = (M, N, K)

@@ -40,7 +40,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from .dialect import in_gluon
 from .packed import of_rows
-from .rings import READ_ONCE, begin_roles, beside, combine, finish, following, later
+from .rings import READ_ONCE, begin_roles, beside, combine, finish, following, later, wait_for_earlier
 
 OF_ROWS = in_gluon(of_rows)
 
@@ -569,7 +569,7 @@ def gemm_specialized(
     PLACE: gl.constexpr, TAIL_PLACE: gl.constexpr, MULTIPLY: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, BAND_M: gl.constexpr, STAGES: gl.constexpr,
     PER: gl.constexpr, GROUP: gl.constexpr, SWAP: gl.constexpr, PAIRED: gl.constexpr, STREAM: gl.constexpr,
-    ROTATE: gl.constexpr, TURNS: gl.constexpr,
+    ROTATE: gl.constexpr, TURNS: gl.constexpr, OVERLAPS: gl.constexpr,
 ):  # fmt: skip
     """As many programs as run at once, each taking every num_programs-th of the first `tiles` tiles, which stay whole.
 
@@ -588,7 +588,9 @@ def gemm_specialized(
         STREAM: whether B is read once and leaves L2 first.
         ROTATE: whether columns of tiles begin at different steps along K; see `load`.
         TURNS: whether warpgroups take turns along K.
+        OVERLAPS: see `overlap.wait_for_earlier`.
     """
+    wait_for_earlier(OVERLAPS)
     shape = (M, N, K)
     state = (tiles, tail_units, parts, part_k, place_args)
     SPLIT: gl.constexpr = workspace is not None

@@ -4,13 +4,14 @@ import triton
 import triton.language as tl
 
 from .numerics import cast
+from .overlap import wait_for_earlier
 
 
 @triton.jit(do_not_specialize=["N"])
 def unpack_weight(
     packed, channel, out, N, K, strides, sizes,
     LOAD: tl.constexpr, FACTOR: tl.constexpr, PER_ROW: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    DTYPE: tl.constexpr,
+    DTYPE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Writes a block of `COLS` rows of N by `ROWS` columns of K per program to `out`, (matrices, N, K), contiguous.
 
@@ -20,6 +21,7 @@ def unpack_weight(
         FACTOR: a power of two, by which what `LOAD` gives is multiplied.
         PER_ROW: whether each row of N has its own `channel`.
     """
+    wait_for_earlier(OVERLAPS)
     across = tl.cdiv(K, ROWS)
     blocks = tl.cdiv(N, COLS) * across
     matrix = tl.program_id(0) // blocks

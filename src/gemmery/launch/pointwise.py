@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ..devices import on_device
+from ..devices import on_device, overlap_on
 from ..epilogues.device import function
 from ..kernels import operands as access
 from ..kernels import pointwise as kernel
@@ -50,6 +50,6 @@ def pointwise(results: Results, first: Tensor, inputs: Sequence[Any]) -> list[Te
                 first, out, args, M, width, batch, *[(negated(x), x.row, x.col) for x in (its, to)],
                 EPILOGUE=function(made.source), ACC=TL[results.wide], OUT=TL[out.dtype],
                 STORE=access.store_nothing if made.main is None else access.store_strided,
-                BLOCK_M=rows, BLOCK_N=columns, WIDE=wide, num_warps=4,
+                BLOCK_M=rows, BLOCK_N=columns, WIDE=wide, **overlap_on(first), num_warps=4,
             )  # fmt: skip
     return results.finish(tensors)

@@ -68,7 +68,7 @@ def unpacking(weight: QuantizedTensor, device: Device) -> Bound:
     constants = {
         "LOAD": loader(spec, asm_of(device), waits=False, tma=False, paired=False),
         "FACTOR": 2.0 ** decoders.unit_of(format.code, format.bits, kind, asm_of(device)),
-        "PER_ROW": is_per_row(weight), "ROWS": rows, "COLS": columns, "DTYPE": kind,
+        "PER_ROW": is_per_row(weight), "ROWS": rows, "COLS": columns, "DTYPE": kind, **device.target.overlap,
     }  # fmt: skip
     programs = count * -(-N // columns) * -(-K // rows)
     return Bound(unpack_weight, programs, _arguments(there, bool(group), shifts, rest), constants)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import devices
-from ..devices import on_device
+from ..devices import on_device, overlap_on
 from ..dtypes import accumulator
 from ..kernels import routing as kernels
 from ..product.check import check_tensor
@@ -286,7 +286,9 @@ def _route(ids: Tensor, num_groups: int) -> tuple[Tensor, ...]:
         else:
             grid = -(-count // _ROWS) - (-num_groups // _ROWS)
             k = max(ids.shape[1], 1)
-            kernels.route_few[(grid,)](ids, *made, count, k, *given, ROWS=_ROWS, COLS=_COLS, num_warps=8)
+            kernels.route_few[(grid,)](
+                ids, *made, count, k, *given, ROWS=_ROWS, COLS=_COLS, **overlap_on(ids), num_warps=8
+            )
     return made
 
 
@@ -301,17 +303,27 @@ def _sort_blocks(ids: Tensor, made: tuple[Tensor, ...], groups: int, layout: tup
     offs, counts, order, inverse, token = made
     count, k = ids.shape[0] * ids.shape[1], ids.shape[1]
     size = _BLOCK if groups < _MANY_GROUPS else _LARGE_BLOCK
+    overlap = overlap_on(ids)
     bins = min(max(32, 1 << groups.bit_length()), _BINS)
     blocks = -(-count // size)
     table, before = (offs.new_empty((groups + 1, blocks)) for _ in range(2))
     # No more threads than ids on any target.
     kernels.count_blocks[(blocks, groups // bins + 1)](
-        ids, table, count, blocks, groups, layout, BLOCK=size, BINS=bins, num_warps=size // 64
+        ids,
+        table,
+        count,
+        blocks,
+        groups,
+        layout,
+        BLOCK=size,
+        BINS=bins,
+        **overlap,
+        num_warps=size // 64,
     )
-    kernels.sum_blocks[(groups + 1,)](table, before, offs, counts, blocks, groups, CHUNK=_CHUNK)
+    kernels.sum_blocks[(groups + 1,)](table, before, offs, counts, blocks, groups, CHUNK=_CHUNK, **overlap)
     kernels.place_blocks[(blocks,)](
         ids, before, offs, order, inverse, token, count, blocks, k, groups, layout, BLOCK=size, COLS=_OTHERS,
-        num_warps=size // 32,
+        **overlap, num_warps=size // 32,
     )  # fmt: skip
 
 
@@ -331,7 +343,7 @@ def _combine(y: Tensor, weights: Tensor | None, inverse: Tensor, offs: Tensor, t
     with on_device(y):
         kernels.combine_rows[_grid(out)](
             y, weights, inverse, offs, out, offs.shape[0], columns, y.stride(), _strides(weights), **_choices_of(k),
-            **_widths(y),
+            **_widths(y), **overlap_on(y),
         )  # fmt: skip
     return out
 
@@ -345,7 +357,7 @@ def _spread(grad: Tensor, weights: Tensor | None, inverse: Tensor, offs: Tensor,
         with on_device(grad):
             kernels.spread_rows[_grid(grad)](
                 grad, weights, inverse, offs, out, offs.shape[0], columns, grad.stride(), _strides(weights),
-                **_choices_of(k), **_widths(grad),
+                **_choices_of(k), **_widths(grad), **overlap_on(grad),
             )  # fmt: skip
     return out
 
@@ -358,7 +370,8 @@ def _dots(grad: Tensor, y: Tensor, inverse: Tensor, offs: Tensor, k: int, dtype:
     if out.numel():
         with on_device(grad):
             kernels.dot_rows[(out.numel(),)](
-                grad, y, inverse, offs, out, k, offs.shape[0], columns, grad.stride(), y.stride(), **_widths(y)
+                grad, y, inverse, offs, out, k, offs.shape[0], columns, grad.stride(), y.stride(), **_widths(y),
+                **overlap_on(grad),
             )  # fmt: skip
     return out
 

@@ -39,6 +39,7 @@ from .binding import (
     epilogue_arguments,
     epilogue_of,
     of_sum,
+    overlap_of,
     phases,
     promotes,
     sorted_tensors,
@@ -129,6 +130,7 @@ class AnyWidthBinding(Binding):
             "BUFFERS": tile.buffers,
             "REGISTERS": registers,
             "LOADER_REGISTERS": loader,
+            **overlap_of(p),
             "SOURCE": source(),
             # Those of the first warpgroup; the compiler adds those of the others.
             "num_warps": 4,

@@ -73,6 +73,16 @@ def promotes(problem: Problem) -> bool:
     return problem.a.dtype in FP8 and accurate and problem.device.target.family == "hopper"
 
 
+def overlap_of(problem: Problem) -> dict[str, Any]:
+    """`Arch.overlap` for a problem's kernel.
+
+    While a kernel waits for other GPUs, launches that wait for it would take room that another stream may need to let
+    it end.
+    """
+    waits = problem.a.awaits or problem.a.is_summed
+    return {"OVERLAPS": False} if waits else problem.device.target.overlap
+
+
 def epilogue_of(problem: Problem) -> Any:
     """The device function of a problem's epilogue."""
     own = problem.fusion
@@ -289,6 +299,7 @@ class Binding:
             "M_MULTIPLE": 16 if loads_along_m(p, c) and p.M % 16 == 0 else 1,
             "PRECISION": p.precision,
             "IMPRECISE_ACC": min(PROMOTE_EVERY, c.block_k) if promotes(p) else -1,
+            **overlap_of(p),
             "num_warps": c.num_warps,
             # Triton divides the stages between a load and the loads for which it waits, here that of the table of
             # blocks.

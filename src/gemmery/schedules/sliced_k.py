@@ -28,6 +28,7 @@ from .binding import (
     epilogue_arguments,
     epilogue_of,
     needs_only_its_block,
+    overlap_of,
     sorted_tensors,
     suits_tma,
 )  # fmt: skip
@@ -239,6 +240,7 @@ class SlicedKBinding(Binding):
             "X_BYTES": shape.x_bytes,
             "BYTES": -(-shape.bytes // 1024) * 1024,
             "WARPS": c.num_warps,
+            **overlap_of(p),
             "SOURCE": source(),
             "num_warps": c.num_warps,
             "maxnreg": REGISTERS,

@@ -17,7 +17,14 @@ from ..operands import Dense
 from ..operands.sparse import Sparse, SparseAccess
 from .any_width_tile import KINDS
 from .base import Forms
-from .binding import Binding, epilogue_arguments, epilogue_of, needs_only_its_block, sorted_tensors
+from .binding import (
+    Binding,
+    epilogue_arguments,
+    epilogue_of,
+    needs_only_its_block,
+    overlap_of,
+    sorted_tensors,
+)  # fmt: skip
 from .cost import Costs, Floats, Given, Stream
 from .tile import Tile
 from .waves import Busiest, Counts, Split
@@ -190,6 +197,7 @@ class SlicedSparseBinding(Binding):
             "N_WARPS": c.block_n // BLOCK,
             "PAIRED": p.paired,
             "AHEAD": c.num_stages,
+            **overlap_of(p),
             "num_warps": c.num_warps,
         }
 

@@ -29,6 +29,7 @@ from .binding import (
     epilogue_arguments,
     epilogue_of,
     needs_only_its_block,
+    overlap_of,
     sorted_tensors,
     storable,
     suits_tma,
@@ -198,6 +199,7 @@ class SpecializedBinding(Binding):
             # Does not depend on M, as the order of a sum depends on it.
             "ROTATE": c.block_m <= FEW,
             "TURNS": _turns(p, c),
+            **overlap_of(p),
             # Those of the first warpgroup; the compiler adds those of the others.
             "num_warps": 4,
         }
