@@ -22,7 +22,7 @@ import triton.language as tl
 
 from .numerics import cast
 from .operands import beside, column_halves
-from .overlap import wait_for_earlier
+from .overlap import let_next_begin, wait_for_earlier
 from .parts import add_partials, last_to_arrive, store_partial
 
 
@@ -240,6 +240,7 @@ def gemm_tiles(
             if REST_N > 0:
                 store_partial(rest, rest_part)
             last = last_to_arrive(semaphores, part)
+    let_next_begin(OVERLAPS)
     if last:
         finish(
             acc, (out, out_strides, args), shape, sizes, place, part, PREFETCH, EPILOGUE, STORE, OUT, WIDE, PAIRED,
@@ -316,3 +317,4 @@ def gemm_persistent(
             TAIL_N, TAIL_K, BAND_M, PAIRED, TAIL_SUBTILES, CHECK_TAIL_K, WIDE, ACC, OUT, PRECISION, IMPRECISE_ACC,
             FLATTEN,
         )  # fmt: skip
+    let_next_begin(OVERLAPS)

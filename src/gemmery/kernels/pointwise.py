@@ -6,7 +6,7 @@ import triton.language as tl
 from .fused import as_type
 from .gemm import finish_block
 from .operands import load_strided
-from .overlap import wait_for_earlier
+from .overlap import let_next_begin, wait_for_earlier
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -24,6 +24,7 @@ def pointwise(
     row = block // across * BLOCK_M
     col = block % across * BLOCK_N
     value = load_strided(x, (M, N), x_strides, sizes, batch, row, col, BLOCK_M, BLOCK_N, True, True, WIDE)
+    let_next_begin(OVERLAPS)
     finish_block(
         as_type(value, ACC), (out, out_strides, args), (M, N), sizes, batch, row, col, BLOCK_N, EPILOGUE, STORE, OUT,
         WIDE,

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from .numerics import cast, widen
 from .operands import batch_offset
-from .overlap import wait_for_earlier
+from .overlap import let_next_begin, wait_for_earlier
 from .scales import as_fp32
 
 
@@ -146,6 +146,7 @@ def quantize_lines(
             )
             result = quantized(block, scale[:, None], LARGEST, DTYPE)
             tl.store(ends[:, None] + columns, result, mask=exist)
+    let_next_begin(OVERLAPS)
     tl.store(scales + line * groups + places, kept, mask=inside)
 
 
@@ -162,6 +163,7 @@ def largest_magnitudes(
         starts = find_rows(x, line, M, sizes, strides)
         part, _, _ = load_lines(starts, places, inside, 0, K, span, strides[2], LINES, COLS, WIDE)
         most = tl.maximum(most, magnitudes(part))
+    let_next_begin(OVERLAPS)
     largest = tl.max(tl.max(most, 1), 0)
     tl.store(maxima + tl.program_id(0), largest.to(tl.float32, bitcast=True))
 
@@ -192,5 +194,6 @@ def quantize_known(
         one = tl.arange(0, LINES) + tl.program_id(0) == 0
         tl.store(scales + tl.zeros((LINES,), tl.int32), scale, mask=one)
     block, columns, exist = load_lines(starts, places, inside, 0, K, span, strides[2], LINES, COLS, WIDE)
+    let_next_begin(OVERLAPS)
     result = quantized(block, scale[:, None], LARGEST, DTYPE)
     tl.store((data + line * K)[:, None] + columns, result, mask=exist)

@@ -33,6 +33,7 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 column_halves = in_gluon(operands.column_halves)
 beside = in_gluon(operands.beside)
 wait_for_earlier = in_gluon(overlap.wait_for_earlier)
+let_next_begin = in_gluon(overlap.let_next_begin)
 
 
 @builtin

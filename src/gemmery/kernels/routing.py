@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from .numerics import cast, widen
-from .overlap import wait_for_earlier
+from .overlap import let_next_begin, wait_for_earlier
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Sorting
@@ -64,6 +64,8 @@ def route_few(
     Keys are int32: `(groups + ROWS) * count` must be.
     """
     wait_for_earlier(OVERLAPS)
+    # There are few programs, which leave room for others everywhere.
+    let_next_begin(OVERLAPS)
     block = tl.program_id(0)
     blocks = tl.cdiv(count, ROWS)
     if block < blocks:
@@ -92,6 +94,7 @@ def count_blocks(
     ids = load_ids(index, place, count, groups, layout) - first
     each = tl.histogram(ids, BINS, mask=(ids >= 0) & (ids < BINS))
     at_most = tl.sum((ids < 0).to(tl.int32), 0) + tl.cumsum(each, 0)
+    let_next_begin(OVERLAPS)
     group = first + tl.arange(0, BINS)
     tl.store(table + group.to(tl.int64) * blocks + block, at_most, mask=group <= groups)
 
@@ -114,6 +117,7 @@ def sum_blocks(
         tl.store(before + line + block, found + tl.cumsum(own, 0) - own, mask=block < blocks)
         end += tl.sum(at_most, 0)
         found += tl.sum(own, 0)
+    let_next_begin(OVERLAPS)
     if group < groups:
         tl.store(offs + group, end)
         tl.store(counts + group, found)
@@ -136,6 +140,7 @@ def place_blocks(
         other = block * BLOCK + first + tl.arange(0, COLS)
         others = load_ids(index, other, count, groups, layout)
         found += ((others[None, :] == ids[:, None]) & (other[None, :] < place[:, None])).to(tl.int32)
+    let_next_begin(OVERLAPS)
     row += tl.sum(found, 1)
     store_rows(order, inverse, token, place, row, count, k)
 
@@ -200,6 +205,7 @@ def combine_rows(
             parts += (tl.load(y + at, mask=inside, other=0.0),)
         for each in tl.static_range(CHOICES):
             total += tl.where(rows[each] < end, factors[each], 0.0) * as_wide(parts[each], WIDE)
+    let_next_begin(OVERLAPS)
     tl.store(out + token.to(tl.int64) * columns + col, cast(total, out.dtype.element_ty), mask=col < columns)
 
 
@@ -223,6 +229,7 @@ def spread_rows(
             part = cast(tl.where(row < end, weight * given, 0.0), out.dtype.element_ty)
             inside = col < tl.where(first + each < K, columns, 0)
             tl.store(out + row.to(tl.int64) * columns + col, part, mask=inside)
+    let_next_begin(OVERLAPS)
 
 
 @triton.jit(do_not_specialize=["groups"])
@@ -244,4 +251,5 @@ def dot_rows(
         given = tl.load(grad + token * grad_strides[0] + col * grad_strides[1], mask=inside, other=0.0)
         part = tl.load(y + row.to(tl.int64) * y_strides[0] + col * y_strides[1], mask=inside, other=0.0)
         total += as_wide(given, WIDE) * as_wide(part, WIDE)
+    let_next_begin(OVERLAPS)
     tl.store(out + place, cast(tl.sum(total, 0), out.dtype.element_ty))

@@ -20,7 +20,7 @@ from . import any_width_packed, sliced_k_loop
 from .any_width_packed import StageFormat
 from .dialect import value_of
 from .order import part_of, quotient
-from .rings import last_to_arrive, sum_of_partials, wait_for_earlier
+from .rings import last_to_arrive, let_next_begin, sum_of_partials, wait_for_earlier
 from .sliced_k_loop import Shape, assembly
 
 #: Rows of a strip; bytes of a row of a partial sum.
@@ -233,6 +233,7 @@ def gemm_sliced_k(
         gl.cdiv(last_k - first_k, DEPTH), chunk, buffers, groups, gl.cdiv(N, STRIP) * (2 * STRIP), FORMAT, KIND, BUNDLE,
         WARPS, SLOTS, X_BYTES, SPANS,
     )  # fmt: skip
+    let_next_begin(OVERLAPS)
     unit = same_program()
     row, col, own, _, _ = corner(unit, state, sizes, strips, PLACE)
     # Columns after the program's last strip belong to another program.

@@ -14,7 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .order import part_of
-from .rings import applied, barrier, combine, wait_for_earlier
+from .rings import applied, barrier, combine, let_next_begin, wait_for_earlier
 from .sparse_fragments import (
     BLOCK,
     DEPTH,
@@ -334,6 +334,7 @@ def gemm_sliced_sparse(
         x + gl.cast(row, gl.int64) * x_row, kept, metadata, first_k // STEP, gl.cdiv(last_k, STEP), last_k, M - row, K,
         col, (x_row, blocks, steps), KIND, ROWS, K_WARPS, N_WARPS, PAIRED, AHEAD,
     )  # fmt: skip
+    let_next_begin(OVERLAPS)
     # Its columns from 32 on are in other registers, so that halves of them are.
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2], [2, 16], [K_WARPS * N_WARPS, 1], [1, 0])
     acc = sum_of_warps(acc, LAYOUT)

@@ -40,7 +40,17 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from .dialect import in_gluon
 from .packed import of_rows
-from .rings import READ_ONCE, begin_roles, beside, combine, finish, following, later, wait_for_earlier
+from .rings import (
+    READ_ONCE,
+    begin_roles,
+    beside,
+    combine,
+    finish,
+    following,
+    later,
+    let_next_begin,
+    wait_for_earlier,
+)
 
 OF_ROWS = in_gluon(of_rows)
 
@@ -634,3 +644,4 @@ def gemm_specialized(
         ),
         WARPGROUPS, 1, REGISTERS, LOADER_REGISTERS,
     )  # fmt: skip
+    let_next_begin(OVERLAPS)

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .numerics import cast
-from .overlap import wait_for_earlier
+from .overlap import let_next_begin, wait_for_earlier
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -37,6 +37,7 @@ def unpack_weight(
             value = value * tl.load(channel + place, mask=at < N, other=0.0)[:, None]
         else:
             value = value * tl.load(channel)
+    let_next_begin(OVERLAPS)
     columns = row + tl.arange(0, ROWS)
     inside = (at < N)[:, None] & (columns < K)[None, :]
     tl.store(out + place[:, None] * K + columns[None, :], cast(value, DTYPE), mask=inside)
