@@ -675,7 +675,6 @@ def kernel(machine, number, programs, groups, threads, boxes, forms, streams, sc
         "matrix_descriptor": lambda address, chunk: address // 16,
         "in_block": lambda value: value,
         "prefetch_vectors": lambda *given: None,
-        "let_next_begin": lambda overlaps: None,
         "barrier": barrier, "computed": lambda value: value, "mbarrier": types.SimpleNamespace(wait=machine.wait, arrive=machine.arrive),
         "tma": types.SimpleNamespace(store_wait=lambda left: None)
     } | changes  # fmt: skip
@@ -874,7 +873,7 @@ def emulate(
     last = divisor(programs if edge else parts)
     state, tile = (units, whole, parts, part_k, down, across, (1, 1, 1, last)), (width, 8, edge)
     # PROMOTES, EVERY, X_ROWS, its widths, SWAP, CLUSTERED, LOOPS, PINGPONG, FORMAT, both forms, BUFFERS, PART, RING_BYTES,
-    # BARRIERS_AT, PLACES and OVERLAPS.
+    # BARRIERS_AT and PLACES.
     constants = (
         promotes,
         (1, 128) if scales else None,
@@ -891,7 +890,6 @@ def emulate(
         BARRIERS_AT // 2,
         BARRIERS_AT,
         PLACES,
-        True,
     )
 
     def first():

@@ -368,7 +368,7 @@ def consume(
     CAST: gl.constexpr, KIND: gl.constexpr, PROMOTES: gl.constexpr, EVERY: gl.constexpr, X_ROWS: gl.constexpr,
     WIDTHS: gl.constexpr, SWAP: gl.constexpr, CLUSTERED: gl.constexpr, LOOPS: gl.constexpr, PINGPONG: gl.constexpr,
     FORMAT: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr, BUFFERS: gl.constexpr, PART: gl.constexpr,
-    RING_BYTES: gl.constexpr, BARRIERS_AT: gl.constexpr, PLACES: gl.constexpr, OVERLAPS: gl.constexpr,
+    RING_BYTES: gl.constexpr, BARRIERS_AT: gl.constexpr, PLACES: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup's part of the work.
 
@@ -451,7 +451,6 @@ def consume(
             # One thread arrives, for all four warps.
             barrier()
             mbarrier.arrive(unused(ring))
-            let_next_begin(OVERLAPS)
         of_output = (end, shape[1], batch)
         if in_groups(X_FORM, Y_FORM):
             of_output += (state[7][1],)  # type: ignore[assignment]
@@ -624,7 +623,6 @@ def gemm_any_width(
         (
             GROUPS, EDGES, READY, GIVEN, SECOND, EPILOGUE, CAST, KIND, PROMOTES, EVERY, X_ROWS, WIDTHS, SWAP, CLUSTERED,
             LOOPS, PINGPONG, FORMAT, X_FORM, Y_FORM, BUFFERS, PART, RING_BYTES, BARRIERS_AT, PLACES,
-            OVERLAPS,
         ),
         produce,
         (
@@ -633,5 +631,6 @@ def gemm_any_width(
         ),
         GROUPS, LOADERS if CLUSTERED else loaders_of(X_ROWS), REGISTERS, LOADER_REGISTERS,
     )  # fmt: skip
+    let_next_begin(OVERLAPS)
     # Only assembly uses this memory in between, so the compiler must not give it to anything else.
     mbarrier.invalidate(barriers.index(0))
