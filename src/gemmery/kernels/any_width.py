@@ -510,8 +510,7 @@ def gemm_any_width(
     KIND: gl.constexpr, PROMOTES: gl.constexpr, EVERY: gl.constexpr, X_ROWS: gl.constexpr, WIDTHS: gl.constexpr,
     RING_ROWS: gl.constexpr, GROUPS: gl.constexpr, SWAP: gl.constexpr, CLUSTERED: gl.constexpr, LOOPS: gl.constexpr,
     PINGPONG: gl.constexpr, FORMAT: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr, BUFFERS: gl.constexpr,
-    REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr, OVERLAPS: gl.constexpr,
-    SOURCE: gl.constexpr,
+    REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr, OVERLAPS: gl.constexpr, SOURCE: gl.constexpr,
 ):  # fmt: skip
     """The kernel: as many programs as run at once process units in turn, first whole tiles, then edge tiles or parts of
     tiles.
