@@ -51,6 +51,7 @@ FREE_AT, TURNS_AT, UNUSED_AT = (BARRIERS_AT + 8 * at for at in (STAGES, 2 * STAG
 #: The number of the barrier of the first place, and where that is.
 PLACES = 2 * STAGES + 4
 PLACES_AT = BARRIERS_AT + 8 * PLACES
+TAKEN_AT = PLACES_AT + 8 * any_width_places.TAKEN_AT.value
 #: 4-bit integers with scales, of which two steps have the same.
 INT4 = any_width_packed.StageFormat("int", 4, 2 * STEP, "", 8)
 SPARSE, SPARSE_PAIRS = any_width_sparse.SparseStage(), any_width_sparse.SparseStage(paired=True)
@@ -670,7 +671,9 @@ def kernel(machine, number, programs, groups, threads, boxes, forms, streams, sc
         "is_paired": lambda x, y: x.endswith("pairs") or y.endswith("pairs"), "is_turned": lambda form: form.endswith("turned"), "zeroed": any_width_stage.zeroed,
         "in_groups": lambda x, y: "grouped" in x + y, "in_ranges": lambda x, y: "ranged" in x,
         "gl": gl, "ahead_of": ahead_of, "loaders_of": any_width_load.loaders_of, "LOADERS": any_width_cluster.LOADERS, "LAST_ROW": any_width_load.LAST_ROW, "SMALL": any_width_load.SMALL, "ROW": ROW, "STAGES": STAGES,
-        "PLACES": Constant(any_width_places.PLACES.value), "COUNT": Constant(any_width_places.COUNT.value), "BITS": any_width_places.BITS.value, "step_of": any_width_loop.step_of,
+        "PLACES": Constant(any_width_places.PLACES.value), "COUNT": Constant(any_width_places.COUNT.value), "BITS": any_width_places.BITS.value,
+        "LEAD": any_width_places.LEAD.value, "TAKEN": Constant(any_width_places.TAKEN.value), "TAKEN_AT": Constant(any_width_places.TAKEN_AT.value),
+        "step_of": any_width_loop.step_of,
         "later": types.FunctionType(any_width.later.fn.__code__, {"quotient": QUOTIENT}), "quotient": QUOTIENT, "shared_at": lambda at: at,
         "matrix_descriptor": lambda address, chunk: address // 16,
         "in_block": lambda value: value,
@@ -678,7 +681,15 @@ def kernel(machine, number, programs, groups, threads, boxes, forms, streams, sc
         "barrier": barrier, "computed": lambda value: value, "mbarrier": types.SimpleNamespace(wait=machine.wait, arrive=machine.arrive),
         "tma": types.SimpleNamespace(store_wait=lambda left: None)
     } | changes  # fmt: skip
-    for name in ("begin", "load_steps", "multiply_steps", "put_place", "got_place"):
+    for name in (
+        "begin",
+        "load_steps",
+        "multiply_steps",
+        "put_place",
+        "got_place",
+        "say_taken",
+        "wait_until_taken",
+    ):
         function = inspect.unwrap(own[name])
         made = types.FunctionType(function.__code__, names, name, function.__defaults__)
         names.setdefault(name, made)
@@ -706,6 +717,8 @@ def kernel(machine, number, programs, groups, threads, boxes, forms, streams, sc
         "sum_steps",
         "post_place",
         "take_place",
+        "take_next",
+        "place_tiles",
         "produce",
         "heads_of",
         "slots_of",
@@ -818,7 +831,8 @@ def emulate(
 
     of_thread, threads, found, begun, met = {}, {}, {}, [], []
     readers = 4 * (1 if takes_turns else groups) + arrivals
-    machine.takers = 4 * (1 if takes_turns else groups)
+    loading = 2 if x_rows == any_width_load.SMALL[0] else 1
+    machine.takers = 4 * (1 if takes_turns else groups) + loading
     # Two boxes of each operand, of which the second one has some rows of the first.
     boxes = tuple((rows // 32 + 1) * 16 for rows in (x_rows, width))
     # Turned rows are loaded 64 at a time, or all at once.
@@ -962,7 +976,6 @@ def emulate(
             tile,
             loads,
             ((), ()),
-            place,
             edge > 0,
             *behind,
             False,
@@ -970,10 +983,29 @@ def emulate(
             *lie,
         )
 
-    loading = 2 if x_rows == any_width_load.SMALL[0] else 1
+    def place_tiles():
+        of_thread[threading.get_ident()] = None
+        wait_for_roles()
+        names["place_tiles"](
+            ring,
+            first(),
+            sizes,
+            state,
+            tile,
+            place,
+            edge > 0,
+            x_rows,
+            step_size,
+            False,
+            *forms,
+            BARRIERS_AT,
+            PLACES,
+        )
+
     if clustered:
         loading = any_width_cluster.LOADERS.value
     loaders = [lambda warp=warp: produce(warp) for warp in range(loading)]
+    loaders += [] if clustered else [place_tiles]
     consumers = [
         lambda group=group, warp=warp: consume(group, warp) for group in range(groups) for warp in range(4)
     ]
@@ -1244,14 +1276,22 @@ MUTANTS = {
         "message": "not the operand's cache policy",
         "edit": lambda text: text.replace("streams, $14, 1", "streams, $14, 2"),
     },
-    "no wait for a place": {"message": "no place there", "waits": lambda at: at < PLACES_AT},
+    "no wait for a place": {
+        "message": "no place there",
+        "waits": lambda at: not PLACES_AT <= at < TAKEN_AT,
+    },
+    "no wait until places are taken": {
+        "message": "a place that is not taken is written over",
+        "cases": [(2, 128, 64, 12, False, (1280, 640, 64))],
+        "waits": lambda at: at < TAKEN_AT,
+    },
+    "places that are not said to be taken": {
+        "message": "all wait",
+        "edit": lambda text: re.sub(r"@own (mbarrier\S+) _, \[at \+", r"@own \1 _, [at + 8 +", text),
+    },
     "fewer places than steps that are loaded ahead": {
         "message": "a place that is not taken is written over",
         "PLACES": Constant(2),
-    },
-    "no place from a single loading warp behind others": {
-        "message": "all wait",
-        "loaders_of": lambda rows: 2,
     },
     "another warpgroup's place": {
         "message": "all wait",

@@ -18,8 +18,8 @@ CUTLASS's cooperative and ping-pong schedules (github.com/NVIDIA/cutlass).
 
 The ring holds the blocks of X of all stages, then those of Y, and then group parameters. Each stage has two barriers:
 `full` is complete when its blocks have arrived, `free` when all warps have read them. `turn` says which warpgroup may
-multiply. `unused` is complete when no warpgroup reads the ring any more. The loading warp also finds out where the
-program's tiles are, see `any_width_places`.
+multiply. `unused` is complete when no warpgroup reads the ring any more. One more warp (`place_tiles`) finds out where
+the program's tiles are, see `any_width_places`.
 
 Where the tiles at the end of Y would begin one more wave, they are edge tiles: all columns are loaded, but only those
 that are left, or a few more, are multiplied and stored. They come last, see `edge_of`.
@@ -71,7 +71,7 @@ from .any_width_loop import STAGES, multiply_steps, step_of, x_bytes_of
 from .any_width_order import WORDS as ORDER_WORDS
 from .any_width_order import in_order, put_in_order
 from .any_width_places import WORDS as PLACE_WORDS
-from .any_width_places import post_place, take_place
+from .any_width_places import post_place, take_next, take_place
 from .order import quotient
 from .rings import barrier, begin_roles, let_next_begin, wait_for_earlier
 
@@ -217,13 +217,40 @@ def placed(
 
 
 @gluon.jit
-def produce(
-    ring, first, shape, state, tile, loads, vectors, PLACE: gl.constexpr, EDGES: gl.constexpr, X_ROWS: gl.constexpr,
-    STEP: gl.constexpr, SWAP: gl.constexpr, CLUSTERED: gl.constexpr, FORMAT: gl.constexpr, X_FORM: gl.constexpr,
-    Y_FORM: gl.constexpr, BARRIERS_AT: gl.constexpr, PLACES: gl.constexpr,
+def place_tiles(
+    ring, first, shape, state, tile, PLACE: gl.constexpr, EDGES: gl.constexpr, X_ROWS: gl.constexpr,
+    STEP: gl.constexpr, SWAP: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr, BARRIERS_AT: gl.constexpr,
+    PLACES: gl.constexpr,
 ):  # fmt: skip
-    """Loads the blocks that `consume` multiplies, in the same order, after those that `begin` has loaded, and finds
-    the places of the program's tiles for it.
+    """Finds and posts the places of the program's tiles but the first, which all warps know.
+
+    Args:
+        first: what `corner` says of the program's first unit.
+    """
+    row, col, end, first_k, last_k, batch, known = first
+    stage, phase = later(gl.to_tensor(0), gl.to_tensor(0), gl.cdiv(last_k - first_k, STEP), ring)
+    units = state[0]
+    if EDGES:
+        units = end_of_units(state, shape, X_ROWS, SWAP)
+    places_at = shared_at(BARRIERS_AT) + 8 * PLACES
+    number = gl.to_tensor(0)
+    for unit in range(gl.program_id(0) + gl.num_programs(0), units, gl.num_programs(0)):
+        row, col, end, first_k, last_k, batch, known = corner(
+            unit, known, state, shape, tile, PLACE, EDGES, X_ROWS, SWAP, X_FORM, Y_FORM
+        )
+        steps = gl.cdiv(last_k - first_k, STEP)
+        post_place(places_at, number, (row, col, end, batch), first_k, steps, stage, phase)
+        stage, phase = later(stage, phase, steps, ring)
+        number += 1
+
+
+@gluon.jit
+def produce(
+    ring, first, shape, state, tile, loads, vectors, EDGES: gl.constexpr, X_ROWS: gl.constexpr, STEP: gl.constexpr,
+    SWAP: gl.constexpr, CLUSTERED: gl.constexpr, FORMAT: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr,
+    BARRIERS_AT: gl.constexpr, PLACES: gl.constexpr,
+):  # fmt: skip
+    """Loads the blocks that `consume` multiplies, in the same order, after those that `begin` has loaded.
 
     Args:
         first: what `corner` says of the program's first unit.
@@ -235,7 +262,7 @@ def produce(
     stage = gl.to_tensor(0)
     # The parity of the phase before the first one: an unused stage is free.
     phase = gl.to_tensor(1)
-    row, col, end, first_k, last_k, batch, known = first
+    row, col, end, first_k, last_k, batch, _ = first
     ahead = gl.minimum(gl.minimum(ring[1], ahead_of(X_ROWS)), gl.cdiv(last_k - first_k, STEP))
     stage, phase = later(stage, phase, ahead, ring)
     first_k += ahead * STEP
@@ -245,11 +272,6 @@ def produce(
     places_at = shared_at(BARRIERS_AT) + 8 * PLACES
     number = gl.to_tensor(0)
     for unit in range(gl.program_id(0), units, gl.num_programs(0)):
-        # `corner` may read memory. It is called a tile ahead, so that the next tile's loads do not wait for it.
-        following = corner(
-            gl.minimum(unit + gl.num_programs(0), units - 1), known, state, shape, tile, PLACE, EDGES, X_ROWS, SWAP,
-            X_FORM, Y_FORM,
-        )  # fmt: skip
         # Otherwise the epilogue would have to wait for memory.
         prefetch_vectors(vectors[0], row, X_ROWS, shape[1] if SWAP else shape[0])
         prefetch_vectors(vectors[1], col, tile[0], shape[0] if SWAP else shape[1])
@@ -258,16 +280,15 @@ def produce(
             y_size, streams, end if in_ranges(X_FORM, Y_FORM) else batch, X_ROWS, STEP, FORMAT, X_FORM, Y_FORM,
             CLUSTERED,
         )  # fmt: skip
-        stage, phase = later(stage, phase, gl.cdiv(last_k - first_k, STEP), ring)
-        row, col, end, first_k, last_k, batch, known = following
-        # Warpgroups wait for the other parity.
-        post_place(
-            places_at, number, (row, col, end, batch), first_k, gl.cdiv(last_k - first_k, STEP), stage, phase ^ 1,
-            LOADERS if CLUSTERED else loaders_of(X_ROWS),
-        )  # fmt: skip
-        number += 1
-        # Otherwise the compiler makes a second copy of the loads for the first tile.
-        first_k = computed(first_k)
+        # A program of a cluster has one tile.
+        if not CLUSTERED:
+            stage, phase = later(stage, phase, gl.cdiv(last_k - first_k, STEP), ring)
+            if unit + gl.num_programs(0) < units:
+                row, col, end, batch, first_k, steps = take_next(places_at, number)
+                last_k = first_k + steps * STEP
+            number += 1
+            # Otherwise the compiler makes a second copy of the loads for the first tile.
+            first_k = computed(first_k)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -625,10 +646,14 @@ def gemm_any_width(
         ),
         produce,
         (
-            ring, first, shape, state, tile, loads, (x_vectors, y_vectors), PLACE, EDGES, X_ROWS, STEP, SWAP,
-            CLUSTERED, FORMAT, X_FORM, Y_FORM, BARRIERS_AT, PLACES,
+            ring, first, shape, state, tile, loads, (x_vectors, y_vectors), EDGES, X_ROWS, STEP, SWAP, CLUSTERED,
+            FORMAT, X_FORM, Y_FORM, BARRIERS_AT, PLACES,
         ),
         GROUPS, LOADERS if CLUSTERED else loaders_of(X_ROWS), REGISTERS, LOADER_REGISTERS,
+        None if CLUSTERED else place_tiles,
+        (
+            ring, first, shape, state, tile, PLACE, EDGES, X_ROWS, STEP, SWAP, X_FORM, Y_FORM, BARRIERS_AT, PLACES,
+        ),
     )  # fmt: skip
     let_next_begin(OVERLAPS)
     # Only assembly uses this memory in between, so the compiler must not give it to anything else.

@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 
 from .any_width_loop import STAGES, WAIT, format_of
-from .any_width_places import PLACES
+from .any_width_places import PLACES, TAKEN, TAKEN_AT
 from .any_width_stage import params_bytes, x_bytes, y_blocks_of
 from .dialect import value_of
 
@@ -431,7 +431,8 @@ def begin(
         # The last of all is `any_width_loop.NOWHERE`'s.
         + made(2 * most, 2, 4) + made(2 * most + 2, 2, GROUPS)
         + made(2 * most + 4, value_of(PARTS), 1)
-        + made(2 * most + 4 + value_of(PARTS), PLACES.value, 1),
+        + made(2 * most + 4 + value_of(PARTS), PLACES.value, 1)
+        + made(2 * most + 4 + value_of(PARTS) + TAKEN_AT.value, TAKEN.value, loaders_of(value_of(X_ROWS))),
     )  # fmt: skip
     gl.inline_asm_elementwise(
         f"{{ {_REGISTERS} .reg .b32 warp; elect.sync _|more, 0xffffffff; @!more bra DONE;"

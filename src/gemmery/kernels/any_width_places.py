@@ -1,8 +1,8 @@
 """The places of tiles of any width in shared memory; see `any_width`.
 
 Where a program's next tile is follows from divisions, and with groups of rows or ranges of K from numbers in memory.
-Warpgroups would do this between two tiles, while the tensor cores may have nothing else to do. So the loading warp,
-which is ahead of them, does it once and posts what they need. CUTLASS's tile schedulers do the same.
+Warpgroups would do this between two tiles, while the tensor cores may have nothing else to do, and the loading warp
+while it should load. So a warp of its own does it and posts what the others need, as CUTLASS's scheduler warp does.
 
 A place is `COUNT` numbers: the corner of the tile in X and in Y, the end of its rows of the output, its matrix, where
 its range of K begins, and, in one number, its steps with the stage and the parity of the first one.
@@ -13,34 +13,39 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 
 from .any_width_loop import WAIT
-from .dialect import value_of
 
-#: Places that there is memory for, a power of two. The loading warp posts a tile's place when it has issued the loads
-#: of the tile before. It is at most `any_width_loop.STAGES` steps ahead then, and a tile has a step or more. So when it
-#: posts a place over another one, warpgroups have taken that one.
+#: Places that there is memory for, a power of two.
 PLACES = gl.constexpr(16)
+#: Places that may be posted and not yet taken by the loading warps, and barriers at which these arrive when they take
+#: one. They take a tile's place when they have issued the loads of the tile before, which is at most
+#: `any_width_loop.STAGES` steps ahead of the warpgroups, and a tile has a step or more. So when a place is posted over
+#: another one, `LEAD + STAGES + 1` places later or more, warpgroups have taken that one.
+LEAD, TAKEN = gl.constexpr(3), gl.constexpr(4)
 #: Numbers of a place.
 COUNT = gl.constexpr(6)
-#: Words of 8 bytes: a barrier for each place, and then the places.
-WORDS = gl.constexpr(PLACES.value * (1 + COUNT.value // 2))
+#: Where the barriers of taken places lie, in words of 8 bytes: behind a barrier for each place, and the places.
+TAKEN_AT = gl.constexpr(PLACES.value * (1 + COUNT.value // 2))
+#: Words in all.
+WORDS = gl.constexpr(TAKEN_AT.value + TAKEN.value)
 #: Bits of the number of a stage.
 BITS = gl.constexpr(4)
 
 
 @gluon.jit
-def post_place(places, number, corner, first_k, steps, stage, phase, LOADERS: gl.constexpr):
-    """One thread of the loading warps stores a tile's place, for warpgroups that wait for it.
+def post_place(places, number, corner, first_k, steps, stage, phase):
+    """One thread of a warp stores a tile's place, for warps that wait for it, as soon as there is room.
 
     Args:
         places: the address of the first word.
         number: how many were posted before.
         corner, first_k: the first four numbers and the fifth one.
         steps, stage, phase: of the tile.
-        LOADERS: the number of loading warps.
     """
     row, col, end, batch = corner
     of_steps = (steps << BITS | stage) << 1 | phase
-    put_place(places, number, (row, col, end, batch, first_k, of_steps), LOADERS)
+    if number >= LEAD:
+        wait_until_taken(places, number - LEAD)
+    put_place(places, number, (row, col, end, batch, first_k, of_steps))
 
 
 @gluon.jit
@@ -51,13 +56,42 @@ def take_place(places, number):
     return row, col, end, batch, first_k, steps >> BITS + 1, stage, steps & 1
 
 
+@gluon.jit
+def take_next(places, number):
+    """As `take_place`, for loading warps, which say that they have taken it. Returns the corner, K and the steps."""
+    row, col, end, batch, first_k, steps, _, _ = take_place(places, number)
+    say_taken(places, number)
+    return row, col, end, batch, first_k, steps
+
+
 @builtin
-def put_place(places, number, place, LOADERS, _semantic=None):
-    """Stores a place; see `post_place`."""
-    # The number of the first of some loading warps is a multiple of 4. That of a single one may be any.
-    of_first = "mov.u32 warp, %tid.x; shr.u32 warp, warp, 5; and.b32 warp, warp, 3; setp.eq.and.u32 own, warp, 0, own;"
+def say_taken(places, number, _semantic=None):
+    """One thread of a loading warp arrives at the barrier of a place that is taken."""
     gl.inline_asm_elementwise(
-        f"{{ .reg .pred own; .reg .b32 warp, at, to; elect.sync _|own, 0xffffffff; {of_first * (value_of(LOADERS) > 1)}"
+        f"{{ .reg .pred own; .reg .b32 at; elect.sync _|own, 0xffffffff; and.b32 at, $2, {TAKEN.value - 1};"
+        f"mad.lo.s32 at, at, 8, $1; @own mbarrier.arrive.shared::cta.b64 _, [at + {8 * TAKEN_AT.value}];"
+        "mov.b32 $0, 0; }",
+        "=r,r,r", [places, number], dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic,
+    )  # fmt: skip
+
+
+@builtin
+def wait_until_taken(places, number, _semantic=None):
+    """Waits until the loading warps have taken a place."""
+    wait = WAIT.format(barrier="at", phase="parity")
+    gl.inline_asm_elementwise(
+        f"{{ .reg .pred done; .reg .b32 at, parity; and.b32 at, $2, {TAKEN.value - 1}; mad.lo.s32 at, at, 8, $1;"
+        f"add.s32 at, at, {8 * TAKEN_AT.value}; shr.u32 parity, $2, {TAKEN.value.bit_length() - 1};"
+        f"and.b32 parity, parity, 1; {wait} mov.b32 $0, 0; }}",
+        "=r,r,r", [places, number], dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic,
+    )  # fmt: skip
+
+
+@builtin
+def put_place(places, number, place, _semantic=None):
+    """Stores a place; see `post_place`."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred own; .reg .b32 at, to; elect.sync _|own, 0xffffffff;"
         f"and.b32 to, $2, {PLACES.value - 1}; mad.lo.s32 at, to, 8, $1; mad.lo.s32 to, to, {4 * COUNT.value}, $1;"
         + "".join(
             f"@own st.shared.v2.b32 [to + {8 * PLACES.value + 4 * i}], {{${3 + i}, ${4 + i}}};"

@@ -38,25 +38,28 @@ let_next_begin = in_gluon(overlap.let_next_begin)
 
 @builtin
 def begin_roles(
-    multiply, given, constants, load, loaded, GROUPS, LOADERS, REGISTERS, LOADER_REGISTERS, _semantic=None,
-    _generator=None,
+    multiply, given, constants, load, loaded, GROUPS, LOADERS, REGISTERS, LOADER_REGISTERS, place=None, placed=None,
+    _semantic=None, _generator=None,
 ):  # fmt: skip
     """Gives each warpgroup and the loading warps their role.
 
     Args:
         multiply: run by warpgroup `i` as `multiply(*given, i, *constants)`.
-        load: run by the other warps as `load(*loaded)`.
+        load: run by the loading warps as `load(*loaded)`.
         LOADERS: how many warps load.
-        REGISTERS, LOADER_REGISTERS: registers of a thread in all warpgroups but the first, and in the loading warps.
+        REGISTERS, LOADER_REGISTERS: registers of a thread in all warpgroups but the first, and in the other warps.
+        place: run by one more warp as `place(*placed)`; None for no such warp.
     """
     roles = [
         (multiply, gl.tuple([*given.values, gl.constexpr(i), *constants.values]))
         for i in range(value_of(GROUPS))
     ]
     others = len(roles) - 1
+    # With 1 or 2 loading warps, they and this one are in the same warpgroup.
+    more = [] if value_of(place) is None else [(place, placed)]
     gl.warp_specialize(
-        [*roles, (load, loaded)], [4] * others + [LOADERS], [REGISTERS] * others + [LOADER_REGISTERS],
-        _semantic=_semantic, _generator=_generator,
+        [*roles, (load, loaded), *more], [4] * others + [LOADERS] + [1] * len(more),
+        [REGISTERS] * others + [LOADER_REGISTERS] * (1 + len(more)), _semantic=_semantic, _generator=_generator,
     )  # fmt: skip
 
 
