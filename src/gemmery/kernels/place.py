@@ -236,13 +236,10 @@ def tile_of_rows(
 
 
 @triton.jit
-def part_of_rows(
-    unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, band_m, SCAN: tl.constexpr
-):
+def part_of_rows(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, band_m, SCAN: tl.constexpr):
     """Part `unit // tiles` of tile `unit % tiles` of groups of rows: `part_k` of K.
 
-    `state` begins with (tiles, part_k). There are as many tiles as there can be. All parts of one that does not exist
-    begin at the end of their rows.
+    `state` begins with (tiles, part_k). There are as many tiles as there can be. All parts of one that does not exist begin at the end of their rows.
     """
     tiles, part_k = state[0], state[1]
     group, row, col, end, _, K = tile_of_rows(unit % tiles, state, shape, BLOCK_M, BLOCK_N, band_m, SCAN)

@@ -71,7 +71,9 @@ class Tile(Schedule):
 
     def refusal(self, problem: Problem, config: Config) -> str | None:
         if not self.takes(config, Forms.of(problem)):
-            return "products in groups need a block_n that is a power of two, and of ranges of K the pointer loader"
+            return (
+                "products in groups need a block_n that is a power of two, and of ranges of K the pointer loader"
+            )
         return refusal_of(problem, config)
 
     def bind(self, problem: Problem, config: Config) -> Binding:
