@@ -22,7 +22,7 @@ import triton.language as tl
 
 from .numerics import cast
 from .operands import beside, column_halves
-from .overlap import let_next_begin, wait_for_earlier
+from .overlap import begin_tiles, let_next_begin, wait_for_earlier
 from .parts import add_partials, last_to_arrive, store_partial
 
 
@@ -200,7 +200,7 @@ def gemm_tiles(
             host does not know the groups, so it starts as many programs as there can be units. Rows after the last
             group become 0.
     """
-    wait_for_earlier(OVERLAPS)
+    begin_tiles(a, b, OVERLAPS)
     M = multiple(M, M_MULTIPLE)
     shape = (M, N, K)
     unit = tl.program_id(0)

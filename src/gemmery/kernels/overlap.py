@@ -13,6 +13,7 @@ became slower by up to a fifth.
 
 import triton
 import triton.language as tl
+from triton.language.core import builtin
 
 
 @triton.jit
@@ -26,6 +27,34 @@ def wait_for_earlier(OVERLAPS: tl.constexpr):
         tl.inline_asm_elementwise(
             "griddepcontrol.wait; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
         )
+
+
+@triton.jit
+def begin_tiles(a, b, OVERLAPS: tl.constexpr):
+    """As `wait_for_earlier`, for `gemm_tiles`. Meanwhile the tensor maps of its operands are fetched."""
+    if OVERLAPS:
+        prefetch_maps(a, b)
+    wait_for_earlier(OVERLAPS)
+
+
+@builtin
+def prefetch_maps(a, b, _semantic=None):
+    """Prefetches those of the first two parameters of `gemm_tiles` that are tensor maps, in one thread.
+
+    Maps do not change, so this needs not wait. Without it, the first load of each operand waits for its map.
+    """
+    maps, number = "", 0
+    for operand in (a, b):
+        parameters: list[object] = []
+        operand._flatten_ir(parameters)
+        if isinstance(operand, tl.tensor_descriptor):
+            maps += f"mov.b64 map, gemm_tiles_param_{number}; cvta.param.u64 map, map; @first prefetch.tensormap [map];"
+        number += len(parameters)
+    tl.inline_asm_elementwise(
+        "{ .reg .pred first; .reg .b32 thread; .reg .b64 map; mov.u32 thread, %tid.x; setp.eq.s32 first, thread, 0;"
+        f"{maps} mov.b32 $0, 0; }}",
+        "=r", [], dtype=tl.int32, is_pure=False, pack=1, _semantic=_semantic,
+    )  # fmt: skip
 
 
 @triton.jit

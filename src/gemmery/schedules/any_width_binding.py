@@ -16,7 +16,7 @@ from ..kernels.any_width_load import LAST_ROW
 from ..kernels.any_width_stage import params_bytes, x_bytes, y_blocks_of
 from ..kernels.numerics import cast
 from ..operands import DenseAccess
-from .any_width_compiled import check_maps, check_memory, waits_for_each
+from .any_width_compiled import check_memory, waits_for_each
 from .any_width_edge import Edges, may_have_edges
 from .any_width_tile import (
     EIGHT,
@@ -219,7 +219,7 @@ class AnyWidthBinding(Binding):
         """Raises RuntimeError unless the ring, its barriers and the tensor maps are where the assembly expects them."""
         from ..kernels import any_width, any_width_places
 
-        check_maps(compiled.asm["ptx"])
+        super().check(compiled)
         words = 2 * MOST_STAGES + 4 + self.parts_barriers + any_width_places.WORDS.value
         words += int(any_width.table_words(*self.forms))
         check_memory(compiled.asm["llir"], self.tile.slots * self.tile.part * ROW, words)

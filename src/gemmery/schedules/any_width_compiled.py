@@ -29,7 +29,7 @@ def check_maps(ptx: str) -> None:
     Args:
         ptx: the kernel in PTX.
     """
-    for used in set(re.findall(r"gemm_any_width_param_\d+", ptx)):
+    for used in set(re.findall(r"gemm_\w+_param_\d+", ptx)):
         if re.search(rf"mov\.b64 \w+, {used};", ptx) and not re.search(
             rf"\.align \d+ \.b8 {used}\[128\]", ptx
         ):

@@ -23,6 +23,7 @@ from ..operands import DenseAccess, Layout
 from ..operands.base import negated
 from ..operands.pair import Pair
 from ..operands.scalars import parts, traced_arguments
+from .any_width_compiled import check_maps
 from .waves import Split, Waves
 from .workspace import WORKSPACES, Workspace
 
@@ -459,4 +460,5 @@ class Binding:
         return compiled
 
     def check(self, compiled: Any) -> None:
-        """Raises RuntimeError unless a compiled kernel has the properties that its source assumes; none by default."""
+        """Raises RuntimeError unless a compiled kernel has the properties that its source assumes."""
+        check_maps(compiled.asm.get("ptx", ""))
