@@ -1,10 +1,14 @@
 """Products of groups in the interpreter: every case with its gradients, types, layouts, tiles and odd groups."""
 
+import gc
+
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import gemmery
 from gemmery import epilogues
+from gemmery.product import gradients
 from tests.grouped import (
     ACCUMULATED,
     BEHIND,
@@ -378,3 +382,23 @@ def test_gradients_that_are_added_to_others(kind, dtype):
 def test_products_that_are_added_to_others(transposed):
     for ours, theirs in added_products(transposed):
         assert close(ours, theirs, F32)
+
+
+def test_a_backward_pass_frees_the_product(monkeypatch):
+    """Before the gradients of the weights, which may be large; not if the graph is used again."""
+    x, w = torch.randn(20, 16, requires_grad=True), torch.randn(3, 8, 16, requires_grad=True)
+    y = gemmery.grouped_linear(x, w, offs=ends_of([9, 0, 11]), epilogue=epilogues.silu)
+    saved = StorageWeakRef(y.grad_fn.saved_tensors[-1].untyped_storage())
+    products, freed = gradients._of_operands, []
+
+    def spy(*given):
+        # The interpreter's own references are cycles.
+        gc.collect()
+        freed.append(saved.expired())
+        return products(*given)
+
+    monkeypatch.setattr(gradients, "_of_operands", spy)
+    first = torch.autograd.grad(y.sum(), (x, w), retain_graph=True)
+    second = torch.autograd.grad(y.sum(), (x, w))
+    assert freed == [False, True]
+    assert all(map(torch.equal, first, second))

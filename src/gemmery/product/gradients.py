@@ -55,11 +55,11 @@ class _Saved:
         return call_of(tensors, self.sizes, self.numbers, self.text, self.batch_invariant)
 
 
-def _gradients_of(
+def _of_epilogue(
     saved: _Saved, tensors: Sequence[Tensor], product: Tensor | None, grads: Sequence[Tensor | None],
     needs: Sequence[bool],
-) -> list[Tensor | None]:  # fmt: skip
-    """Gradients of a product's tensors.
+) -> tuple[Tensor | None, list[Tensor | None]]:  # fmt: skip
+    """The gradient of a bare product, None if no result is used, and those of the tensors that are no operand's.
 
     Args:
         product: the saved product, if it was saved.
@@ -67,17 +67,12 @@ def _gradients_of(
         needs: which of the tensors' gradients are needed.
     """
     call = saved.call(tensors)
-    of_matrices = slice(len(call.a.tensors), len(call.a.tensors) + len(saved.buffers))
-    if any(needs[of_matrices]) and torch.is_grad_enabled():
-        raise RuntimeError(
-            f"{call.op}: second derivatives are not supported with weight_grad; leave out create_graph=True"
-        )
+    of_operands = len(call.a.tensors) + len(call.b.tensors)
+    wanted = list(needs[of_operands:])
     grads = call.a.of_results(grads)
     given = [g for g in grads if g is not None]
     if not given:
-        return [None] * len(tensors)
-    of_a, of_b = len(call.a.tensors), len(call.b.tensors)
-    wanted = list(needs[of_a + of_b :])
+        return None, [None] * len(wanted)
     if call.function is unchanged and not call.biases:
         of_product, of_inputs = given[0], []
     elif call.ready:
@@ -86,18 +81,31 @@ def _gradients_of(
     else:
         flat = (tensors, saved.sizes, saved.numbers, saved.text, saved.batch_invariant)
         places = [int(g is not None) for g in grads]
-        inputs = tensors[of_a + of_b :]
+        inputs = tensors[of_operands:]
         if any(wants and x.dim() < 3 for wants, x in zip(wanted, inputs, strict=True)):
             # Rows after all groups are unused; sums over groups ignore them.
             given = call.a.finished(given, is_scattered=False)
         of_product, *of_inputs = torch.ops.gemmery.product_backward(*flat, product, given, places, wanted)
     left = iter(of_inputs)
-    of_others = [next(left) if w else None for w in wanted]
-    a = call.a.matrix
-    multiply = functools.partial(_multiply, call)
+    return of_product, [next(left) if w else None for w in wanted]
+
+
+def _of_operands(
+    saved: _Saved, tensors: Sequence[Tensor], of_product: Tensor | None, needs: Sequence[bool]
+) -> list[Tensor | None]:  # fmt: skip
+    """The gradients of a product's operands, given that of the bare product."""
+    call = saved.call(tensors)
+    of_a, of_b = len(call.a.tensors), len(call.b.tensors)
+    if any(needs[of_a : of_a + len(saved.buffers)]) and torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{call.op}: second derivatives are not supported with weight_grad; leave out create_graph=True"
+        )
+    if of_product is None:
+        return [None] * (of_a + of_b)
     wants = needs[:of_a], needs[of_a : of_a + of_b]
-    found = call.a.gradients_with(call.b, of_product.to(a.dtype), multiply, wants)
-    return [*found[0], *found[1], *of_others]
+    multiply = functools.partial(_multiply, call)
+    found = call.a.gradients_with(call.b, of_product.to(call.a.matrix.dtype), multiply, wants)
+    return [*found[0], *found[1]]
 
 
 def _of_addend(grad: Tensor, call: Call, addend: Tensor) -> Tensor:
@@ -176,7 +184,11 @@ def _gradients(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     if ctx.saved.buffers:
         needs = [need and _is_asked_for(ctx.next_functions[i][0]) for i, need in enumerate(needs)]
     product = product if product is not None and product.dim() > 1 else None
-    found = _gradients_of(ctx.saved, list(tensors), product, of_results, list(needs))
+    of_product, of_others = _of_epilogue(ctx.saved, tensors, product, of_results, needs)
+    # Frees the product, unless the graph is used again: the gradients of large weights need the memory.
+    del product
+    ctx.maybe_clear_saved_tensors()
+    found = [*_of_operands(ctx.saved, tensors, of_product, needs), *of_others]
     # torch treats a list of numbers as one value, unless it is empty.
     return found, None if ctx.saved.sizes else [], None if ctx.saved.numbers else [], None, None, None
 
@@ -201,7 +213,8 @@ class Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # noqa: D102
         needs = ctx.needs_input_grad[1:]
-        return None, *_gradients_of(ctx.saved, ctx.saved_tensors, None, [grad], needs)
+        of_product, of_others = _of_epilogue(ctx.saved, ctx.saved_tensors, None, [grad], needs)
+        return None, *_of_operands(ctx.saved, ctx.saved_tensors, of_product, needs), *of_others
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, flat: Any, *tensors: Tensor) -> Any:  # noqa: D102
