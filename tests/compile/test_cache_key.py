@@ -93,8 +93,9 @@ def test_without_an_edit_the_cache_serves(copy, code):
         ("epilogues.py", "return acc + tl.load(bias", "return acc - tl.load(bias"),
         ("order.py", "return first_m + within", "return first_m * 2 + within"),
         ("numerics.py", "return x.to(DTYPE)", "return (x * 2).to(DTYPE)"),
+        ("overlap.py", "setp.eq.s32 first, thread, 0", "setp.eq.s32 first, thread, 32"),
     ],
-    ids=["loader", "store", "epilogue", "order", "cast"],
+    ids=["loader", "store", "epilogue", "order", "cast", "assembly"],
 )
 @pytest.mark.sampled(2)
 def test_an_edited_part_is_compiled_anew(copy, code, module, before, after):

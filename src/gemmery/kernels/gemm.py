@@ -185,7 +185,7 @@ def gemm_tiles(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, REST_N: tl.constexpr, BLOCK_K: tl.constexpr, BAND_M: tl.constexpr,
     SWAP: tl.constexpr, PAIRED: tl.constexpr, EPILOGUE_SUBTILES: tl.constexpr, CHECK_K: tl.constexpr,
     WIDE: tl.constexpr, ACC: tl.constexpr, OUT: tl.constexpr, PRECISION: tl.constexpr, IMPRECISE_ACC: tl.constexpr,
-    M_MULTIPLE: tl.constexpr, RAGGED: tl.constexpr, OVERLAPS: tl.constexpr,
+    M_MULTIPLE: tl.constexpr, RAGGED: tl.constexpr, OVERLAPS: tl.constexpr, SOURCE: tl.constexpr,
 ):  # fmt: skip
     """One program for each tile; with a workspace, one for each `part_k` of a tile's K, see `parts`.
 
@@ -199,6 +199,8 @@ def gemm_tiles(
         RAGGED: "rows" where PLACE is `place.tile_of_rows`, "k" where it is `place.part_of_ranges`, otherwise "". The
             host does not know the groups, so it starts as many programs as there can be units. Rows after the last
             group become 0.
+        OVERLAPS: see `overlap.wait_for_earlier`.
+        SOURCE: identifies the version of the file that writes assembly.
     """
     begin_tiles(a, b, OVERLAPS)
     M = multiple(M, M_MULTIPLE)

@@ -1,14 +1,14 @@
-"""Launches that begin before the launch before them has ended: programmatic dependent launch, from Hopper on.
+"""Launches that begin before earlier ones have ended: programmatic dependent launch, on Hopper and later.
 
-The programs of such a launch start as soon as there is room, and wait for the end of all earlier launches. Without it,
-the GPU does nothing from the end of one launch to the first program of the next: about half a microsecond in a CUDA
-graph, and a microsecond and more in a stream. CUTLASS and QuACK (github.com/Dao-AILab/quack) launch their kernels so,
-too.
+The programs of such a launch start as soon as there is room for them, and wait until all earlier launches have ended.
+Without it, the GPU does nothing from the end of one launch to the first program of the next: about half a microsecond
+in a CUDA graph, and a microsecond or more in a stream. CUTLASS and QuACK (github.com/Dao-AILab/quack) launch their
+kernels in the same way.
 
-A kernel waits before it accesses memory, as it may read what earlier launches write, and write what they read. It lets
-the next launch begin only when little of its own work is left. If the next launch began at once, its programs would
-fill those multiprocessors that have room first, several on one, and others would have none: on an H200, short products
-became slower by up to a fifth.
+A kernel waits before it accesses memory, because it may read what earlier launches write, and write what they read. It
+lets the next launch begin only when little of its own work is left. If the next launch began at once, its programs
+would fill the multiprocessors that have room first, several on one, and leave others empty: on an H200, short products
+ran at 0.8 of their speed in the worst case (`benchmarks/results/looks/overlap-bf16-triton3.9.json`).
 """
 
 import triton
@@ -31,7 +31,7 @@ def wait_for_earlier(OVERLAPS: tl.constexpr):
 
 @triton.jit
 def begin_tiles(a, b, OVERLAPS: tl.constexpr):
-    """As `wait_for_earlier`, for `gemm_tiles`. Meanwhile the tensor maps of its operands are fetched."""
+    """As `wait_for_earlier`, for `gemm_tiles`. Meanwhile, the tensor maps of its operands are fetched."""
     if OVERLAPS:
         prefetch_maps(a, b)
     wait_for_earlier(OVERLAPS)
@@ -41,7 +41,8 @@ def begin_tiles(a, b, OVERLAPS: tl.constexpr):
 def prefetch_maps(a, b, _semantic=None):
     """Prefetches those of the first two parameters of `gemm_tiles` that are tensor maps, in one thread.
 
-    Maps do not change, so this needs not wait. Without it, the first load of each operand waits for its map.
+    Tensor maps do not change, so this does not have to wait for earlier launches. Otherwise the first load of each
+    operand would wait for its map.
     """
     maps, number = "", 0
     for operand in (a, b):
@@ -62,10 +63,5 @@ def let_next_begin(OVERLAPS: tl.constexpr):
     """Lets the next launch begin once all programs have come to this point or have ended."""
     if OVERLAPS:
         tl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; mov.b32 $0, 0;",
-            "=r",
-            [],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+            "griddepcontrol.launch_dependents; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )  # fmt: skip

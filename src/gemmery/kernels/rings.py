@@ -41,7 +41,7 @@ def begin_roles(
     multiply, given, constants, load, loaded, GROUPS, LOADERS, REGISTERS, LOADER_REGISTERS, place=None, placed=None,
     _semantic=None, _generator=None,
 ):  # fmt: skip
-    """Gives each warpgroup and the loading warps their role.
+    """Gives each warpgroup and the other warps their role.
 
     Args:
         multiply: run by warpgroup `i` as `multiply(*given, i, *constants)`.
@@ -55,7 +55,7 @@ def begin_roles(
         for i in range(value_of(GROUPS))
     ]
     others = len(roles) - 1
-    # With 1 or 2 loading warps, they and this one are in the same warpgroup.
+    # A warpgroup's registers are the same for all its warps. This one is in the loading warps' group.
     more = [] if value_of(place) is None else [(place, placed)]
     gl.warp_specialize(
         [*roles, (load, loaded), *more], [4] * others + [LOADERS] + [1] * len(more),

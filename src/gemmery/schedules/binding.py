@@ -6,6 +6,7 @@ binding serves a launch, a compilation for the present GPU, and a cross-compilat
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,9 +15,9 @@ import torch
 import triton.language as tl
 
 from ..dtypes import FP8
-from ..epilogues.device import function, with_constants
+from ..epilogues.device import digest, function, with_constants
 from ..epilogues.table import TYPES
-from ..kernels import epilogues, gemm, place
+from ..kernels import epilogues, gemm, overlap, place
 from ..kernels import operands as access
 from ..kernels import parts as along_k
 from ..operands import DenseAccess, Layout
@@ -324,6 +325,7 @@ class Binding:
             constants["RAGGED"] = p.ragged if p.ragged == "rows" or is_cut else ""
             constants["REST_N"] = self.rest_n
             constants["SWAP"] = c.swap
+            constants["SOURCE"] = source()
         return constants
 
     def _store(self) -> Any:
@@ -462,3 +464,9 @@ class Binding:
     def check(self, compiled: Any) -> None:
         """Raises RuntimeError unless a compiled kernel has the properties that its source assumes."""
         check_maps(compiled.asm.get("ptx", ""))
+
+
+@functools.cache
+def source() -> str:
+    """The `digest` of the file of `gemm_tiles` that writes assembly."""
+    return digest(overlap)
