@@ -60,6 +60,7 @@ class Arch:
         fp8: fp8 types that a dot accepts.
         precisions: precisions that an fp32 dot accepts.
         multiprocessor: the resources that programs share; None for the interpreter.
+        overlaps: whether a launch can begin before the previous one has ended; see `kernels.overlap`.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Arch:
     fp8: tuple[torch.dtype, ...]
     precisions: tuple[str, ...]
     multiprocessor: Multiprocessor | None = None
+    overlaps: bool = False
 
     @property
     def backend(self) -> str:
@@ -79,15 +81,15 @@ class Arch:
 
     @property
     def overlap(self) -> dict[str, Any]:
-        """Compile-time arguments of a kernel whose launches may begin while others end; see `kernels.overlap`."""
-        if INTERPRETED or self.family not in ("hopper", "blackwell", "blackwell rtx"):
-            return {"OVERLAPS": False}
-        return {"OVERLAPS": True, "launch_pdl": True}
+        """Compile-time arguments of a kernel that waits for earlier launches; see `kernels.overlap`."""
+        return {"OVERLAPS": True, "launch_pdl": True} if self.overlaps else {"OVERLAPS": False}
 
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _E5M2 = (torch.float8_e5m2,)
 _NV = ("ieee", "tf32", "tf32x3")
+# The interpreter has no such launches, whatever GPU it stands for.
+_OVERLAPS = not INTERPRETED
 _AMD = ("ieee",)
 
 
@@ -102,9 +104,9 @@ ARCHS: dict[str, Arch] = {
         Arch("sm_80", "ampere", 163 << 10, 32, False, "mma.sync", _E5M2, _NV, _sm(64, 164, 32)),
         Arch("sm_86", "ada", 99 << 10, 32, False, "mma.sync", _E5M2, _NV, _sm(48, 100, 16)),
         Arch("sm_89", "ada", 99 << 10, 32, False, "mma.sync", _FP8, _NV, _sm(48, 100, 24)),
-        Arch("sm_90", "hopper", 227 << 10, 32, True, "wgmma.mma_async", _FP8, _NV, _sm(64, 228, 32)),
-        Arch("sm_100", "blackwell", 227 << 10, 32, True, "tcgen05.mma", _FP8, _NV, _sm(64, 228, 32)),
-        Arch("sm_120", "blackwell rtx", 99 << 10, 32, True, "mma.sync", _FP8, _NV, _sm(48, 100, 24)),
+        Arch("sm_90", "hopper", 227 << 10, 32, True, "wgmma.mma_async", _FP8, _NV, _sm(64, 228, 32), _OVERLAPS),
+        Arch("sm_100", "blackwell", 227 << 10, 32, True, "tcgen05.mma", _FP8, _NV, _sm(64, 228, 32), _OVERLAPS),
+        Arch("sm_120", "blackwell rtx", 99 << 10, 32, True, "mma.sync", _FP8, _NV, _sm(48, 100, 24), _OVERLAPS),
         Arch("gfx942", "cdna", 64 << 10, 64, False, "v_mfma", _FP8, _AMD,
              Multiprocessor(4, 8, 512, 8, 64 << 10, 0, 16)),
         Arch("gfx1100", "rdna", 64 << 10, 32, False, "v_wmma", (), _AMD,
@@ -355,7 +357,7 @@ def current(device: torch.device) -> Device | None:
 
 
 def overlap_on(tensor: Tensor) -> dict[str, Any]:
-    """`Arch.overlap` of a tensor's device, where kernels run."""
+    """Returns `Arch.overlap` of a tensor's device. Kernels must run there."""
     row = current(tensor.device)
     assert row is not None
     return row.target.overlap

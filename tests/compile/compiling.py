@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 import warnings
 from contextlib import contextmanager
 from unittest import mock
@@ -54,6 +55,23 @@ def compile_posed(target, name, dtype, config, rows=4096):
     with strictly_for(target):
         problem, tensors = abstract_product(name, dtype, rows, 4096, device_of(target))
         return bind(problem, Config.of(config)).compile(*tensors)
+
+
+def overlaps(compiled):
+    """Whether launches of a kernel begin before earlier ones have ended."""
+    return getattr(compiled.metadata, "launch_pdl", False)
+
+
+def waits_first(compiled):
+    """Whether a kernel whose launches overlap waits for earlier launches before it accesses memory; true for others."""
+    text = compiled.asm.get("ptx", "")
+    wait = text.find("griddepcontrol.wait")
+    if not overlaps(compiled):
+        return wait < 0
+    access = re.search(
+        r"\b(ld|st|atom|red)\.(global|acquire|release|relaxed)|cp\.async|prefetch\.global", text
+    )
+    return access is not None and 0 <= wait < access.start()
 
 
 def ptx(name, dtype, config, rows=4096):

@@ -8,7 +8,7 @@ from gemmery import activations
 from gemmery.devices import ARCHS
 from gemmery.kernels import quantize
 from gemmery.lab.inspection.resources import usage
-from tests.compile.compiling import strictly_for
+from tests.compile.compiling import strictly_for, waits_first
 
 #: Rows and columns of x: rows that share a program, a row for each, and one that no program holds.
 SHAPES = ((4096, 128), (4096, 5120), (64, 65536))
@@ -64,6 +64,7 @@ def reports(target, format, shape):
             yield {
                 "kernel": f"{name} {format} {shape}",
                 "spilled": usage(compiled).spilled,
+                "waits": waits_first(compiled),
                 "moves": sorted(set(re.findall(r"\b(?:ld|st)\.global\S*", text))),
                 "exact": "div.full" not in text,
             }

@@ -10,7 +10,7 @@ from gemmery.kernels import routing as kernels
 from gemmery.lab.inspection.resources import usage
 from gemmery.lab.targets import TARGETS
 from gemmery.moe import routing as moe
-from tests.compile.compiling import strictly_for
+from tests.compile.compiling import strictly_for, waits_first
 
 #: One for each of the compiler's back ends.
 BACK_ENDS = ("sm_80", "sm_90", "gfx942")
@@ -59,8 +59,10 @@ def check(target, ids, dtype, weights):
         for name, compiled in sorting(ids, ARCHS[target].overlap):
             # ptxas may aim at so few registers that it parks some.
             assert usage(compiled).spilled <= 32, name
+            assert waits_first(compiled), name
         for name, compiled in combining(dtype, weights, ARCHS[target].overlap):
             assert usage(compiled).spilled == 0, name
+            assert waits_first(compiled), name
             moves = set(re.findall(r"\b(?:ld|st)\.global\S*", compiled.asm.get("ptx", "")))
             wide = "v2.b64" if dtype == torch.float64 else "v4.b32"
             assert not moves or f"ld.global.{wide}" in moves, (name, moves)

@@ -14,6 +14,7 @@ def check(target, format, shape):
     assert len(found) >= 5
     for made in found:
         assert made["spilled"] == 0, made
+        assert made["waits"], made
         assert made["exact"], made
         if target.startswith("sm_"):
             assert "ld.global.v4.b32" in made["moves"], made

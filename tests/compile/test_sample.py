@@ -12,7 +12,14 @@ from gemmery.lab.targets import TARGETS, Case, cases, expected, serialised
 from gemmery.problem import Config
 from gemmery.schedules import specialized
 from gemmery.select.space import tiles_of
-from tests.compile.compiling import compile_dense, compile_posed, device_of, strictly_for
+from tests.compile.compiling import (
+    compile_dense,
+    compile_posed,
+    device_of,
+    overlaps,
+    strictly_for,
+    waits_first,
+)
 from tests.compile.test_targets import CHOSEN_FOR
 
 #: Configs that every target can run. An instruction for a warpgroup takes at least 64 rows.
@@ -117,13 +124,7 @@ def check(target, compiled, kernel, *units, spilled=0, more=0):
     assert spilled <= took.spilled <= spilled + more
     assert took.shared <= device_of(target).target.shared
     assert not units or any(unit in text for unit in units)
-    # A kernel that is launched before others have ended waits for them.
-    assert overlaps(compiled) == ("griddepcontrol.wait" in text)
-
-
-def overlaps(compiled):
-    """Whether launches of a kernel begin before those before them have ended."""
-    return getattr(compiled.metadata, "launch_pdl", False)
+    assert waits_first(compiled)
 
 
 @every_target
@@ -237,7 +238,7 @@ def test_waiting_for_other_ranks(name):
     fused, config = WAITING[name]
     compiled = compile_posed("sm_90", fused, "bf16", config, 4096)
     kernel = "gemm_tiles" if "-tile-" in config else "gemm_any_width"
-    # The loading warp keeps the place of the next tile, which may be a part of one.
+    # Warpgroups keep the numbers of a part while they wait.
     check("sm_90", compiled, kernel, "wgmma.mma_async", more=8 if name == "many parts" else 0)
     # Launches behind it would take room that other streams need.
     assert not overlaps(compiled)

@@ -10,7 +10,7 @@ from gemmery.lab.inspection.resources import usage
 from gemmery.lab.targets import TARGETS
 from gemmery.launch.unpacking import unpacking
 from gemmery.operands import PackedOperand
-from tests.compile.compiling import device_of, strictly_for
+from tests.compile.compiling import device_of, strictly_for, waits_first
 
 CASES = {
     "int4": {"group_size": 128}, "int8": {}, "nf4": {"group_size": 64}, "nvfp4": {}, "e4m3": {},
@@ -23,6 +23,7 @@ def check(target, format):
     with strictly_for(target):
         compiled = unpacking(weight, device_of(target)).compile([*PackedOperand(weight).tensors, out])
     assert usage(compiled).spilled == 0
+    assert waits_first(compiled)
     if target.startswith("sm_"):
         assert "st.global.v4.b32" in set(re.findall(r"\bst\.global\S*", compiled.asm["ptx"]))
 

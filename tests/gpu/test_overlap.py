@@ -1,4 +1,4 @@
-"""Launches that begin before others have ended see what these have written, and write nothing that they still read."""
+"""A launch that begins before earlier ones have ended sees what they write, and overwrites nothing that they still read."""
 
 import pytest
 import torch

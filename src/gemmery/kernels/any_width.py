@@ -19,7 +19,7 @@ CUTLASS's cooperative and ping-pong schedules (github.com/NVIDIA/cutlass).
 The ring holds the blocks of X of all stages, then those of Y, and then group parameters. Each stage has two barriers:
 `full` is complete when its blocks have arrived, `free` when all warps have read them. `turn` says which warpgroup may
 multiply. `unused` is complete when no warpgroup reads the ring any more. One more warp (`place_tiles`) finds out where
-the program's tiles are, see `any_width_places`.
+the program's tiles are, see `any_width_places`. Programs of clusters have one tile, and no such warp.
 
 Where the tiles at the end of Y would begin one more wave, they are edge tiles: all columns are loaded, but only those
 that are left, or a few more, are multiplied and stored. They come last, see `edge_of`.
@@ -581,7 +581,7 @@ def gemm_any_width(
         FORMAT: see `multiply_steps`.
         X_FORM, Y_FORM: the forms of the operands.
         BUFFERS: slots that each warpgroup has beside the ring.
-        REGISTERS, LOADER_REGISTERS: of a thread in all warpgroups but the first, and of the loader's.
+        REGISTERS, LOADER_REGISTERS: of a thread in all warpgroups but the first, and in the other warps.
         OVERLAPS: see `overlap.wait_for_earlier`.
         SOURCE: identifies the version of the files that write assembly.
     """

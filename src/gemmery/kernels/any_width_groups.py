@@ -1,8 +1,9 @@
 """Groups of rows in tiles of any width; see `any_width`.
 
 A program's next tile may be many groups ahead: with few rows, most groups are empty or have one row of tiles. So all
-programs count the rows of tiles before each group once, and keep them in shared memory. The loading warp then finds a
-tile's group by bisection. A search in memory from group to group would take longer than the loads of a short tile.
+programs count the rows of tiles before each group once, and keep them in shared memory. The warp that places tiles then
+finds a tile's group by bisection. A search in memory from group to group would take longer than the loads of a short
+tile.
 """
 
 from triton.experimental import gluon

@@ -408,7 +408,7 @@ def begin(
         READERS, GROUPS: arrivals at `free` and at `unused`. At `full` each operand arrives, and at a warpgroup's turn
             each warp of the other one.
         PARTS: barriers at which parts of the epilogue's matrix, or of a cluster's sums, arrive. Those of the tiles'
-            places follow them.
+            places follow them, and behind the places those of taken ones.
     """
     full_, stages_, k_, last_, *of_operands, streams_ = (f"${i}" for i in range(1, 13))
     format = format_of(FORMAT)

@@ -1,8 +1,8 @@
 """The places of tiles of any width in shared memory; see `any_width`.
 
 Where a program's next tile is follows from divisions, and with groups of rows or ranges of K from numbers in memory.
-Warpgroups would do this between two tiles, while the tensor cores may have nothing else to do, and the loading warp
-while it should load. So a warp of its own does it and posts what the others need, as CUTLASS's scheduler warp does.
+Warpgroups would compute this between two tiles, while the tensor cores may be idle. The loading warp would compute it
+instead of loading. So a warp of its own computes it and posts what the others need, as CUTLASS's scheduler warp does.
 
 A place is `COUNT` numbers: the corner of the tile in X and in Y, the end of its rows of the output, its matrix, where
 its range of K begins, and, in one number, its steps with the stage and the parity of the first one.
@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 
-from .any_width_loop import WAIT
+from .any_width_loop import STAGES, WAIT
 
 #: Places that there is memory for, a power of two.
 PLACES = gl.constexpr(16)
@@ -21,6 +21,8 @@ PLACES = gl.constexpr(16)
 #: `any_width_loop.STAGES` steps ahead of the warpgroups, and a tile has a step or more. So when a place is posted over
 #: another one, `LEAD + STAGES + 1` places later or more, warpgroups have taken that one.
 LEAD, TAKEN = gl.constexpr(3), gl.constexpr(4)
+assert LEAD.value + STAGES.value < PLACES.value
+assert LEAD.value <= TAKEN.value
 #: Numbers of a place.
 COUNT = gl.constexpr(6)
 #: Where the barriers of taken places lie, in words of 8 bytes: behind a barrier for each place, and the places.
@@ -33,7 +35,7 @@ BITS = gl.constexpr(4)
 
 @gluon.jit
 def post_place(places, number, corner, first_k, steps, stage, phase):
-    """One thread of a warp stores a tile's place, for warps that wait for it, as soon as there is room.
+    """Stores a tile's place as soon as there is room, in one thread of a warp. Other warps wait for it.
 
     Args:
         places: the address of the first word.

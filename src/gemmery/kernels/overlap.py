@@ -18,7 +18,9 @@ from triton.language.core import builtin
 
 @triton.jit
 def wait_for_earlier(OVERLAPS: tl.constexpr):
-    """Waits until all earlier launches have ended and what they have written is visible.
+    """Waits until the previous launch has ended and what it has written is visible.
+
+    The same holds for all earlier launches, because each of them waited before it let the next one begin.
 
     Args:
         OVERLAPS: whether launches of the kernel may begin before earlier ones have ended; see `Arch.overlap`.

@@ -55,7 +55,7 @@ def begin_roles(
         for i in range(value_of(GROUPS))
     ]
     others = len(roles) - 1
-    # A warpgroup's registers are the same for all its warps. This one is in the loading warps' group.
+    # The placing warp is in the same warpgroup as the loading warps, so it has as many registers.
     more = [] if value_of(place) is None else [(place, placed)]
     gl.warp_specialize(
         [*roles, (load, loaded), *more], [4] * others + [LOADERS] + [1] * len(more),

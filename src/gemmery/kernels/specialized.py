@@ -579,7 +579,7 @@ def gemm_specialized(
     PLACE: gl.constexpr, TAIL_PLACE: gl.constexpr, MULTIPLY: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, BAND_M: gl.constexpr, STAGES: gl.constexpr,
     PER: gl.constexpr, GROUP: gl.constexpr, SWAP: gl.constexpr, PAIRED: gl.constexpr, STREAM: gl.constexpr,
-    ROTATE: gl.constexpr, TURNS: gl.constexpr, OVERLAPS: gl.constexpr,
+    ROTATE: gl.constexpr, TURNS: gl.constexpr, OVERLAPS: gl.constexpr, SOURCE: gl.constexpr,
 ):  # fmt: skip
     """As many programs as run at once, each taking every num_programs-th of the first `tiles` tiles, which stay whole.
 
@@ -599,6 +599,7 @@ def gemm_specialized(
         ROTATE: whether columns of tiles begin at different steps along K; see `load`.
         TURNS: whether warpgroups take turns along K.
         OVERLAPS: see `overlap.wait_for_earlier`.
+        SOURCE: identifies the version of the file that gives warps their roles.
     """
     wait_for_earlier(OVERLAPS)
     shape = (M, N, K)

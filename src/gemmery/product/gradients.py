@@ -56,17 +56,17 @@ class _Saved:
 
 
 def _of_epilogue(
-    saved: _Saved, tensors: Sequence[Tensor], product: Tensor | None, grads: Sequence[Tensor | None],
+    saved: _Saved, call: Call, tensors: Sequence[Tensor], product: Tensor | None, grads: Sequence[Tensor | None],
     needs: Sequence[bool],
 ) -> tuple[Tensor | None, list[Tensor | None]]:  # fmt: skip
-    """The gradient of a bare product, None if no result is used, and those of the tensors that are no operand's.
+    """The gradient of a bare product, None if no result is used, and those of the tensors behind the operands'.
 
     Args:
+        call, tensors: the call, and all of its tensors.
         product: the saved product, if it was saved.
         grads: the gradients of its results, None for unused ones.
         needs: which of the tensors' gradients are needed.
     """
-    call = saved.call(tensors)
     of_operands = len(call.a.tensors) + len(call.b.tensors)
     wanted = list(needs[of_operands:])
     grads = call.a.of_results(grads)
@@ -91,10 +91,9 @@ def _of_epilogue(
 
 
 def _of_operands(
-    saved: _Saved, tensors: Sequence[Tensor], of_product: Tensor | None, needs: Sequence[bool]
+    saved: _Saved, call: Call, of_product: Tensor | None, needs: Sequence[bool]
 ) -> list[Tensor | None]:  # fmt: skip
     """The gradients of a product's operands, given that of the bare product."""
-    call = saved.call(tensors)
     of_a, of_b = len(call.a.tensors), len(call.b.tensors)
     if any(needs[of_a : of_a + len(saved.buffers)]) and torch.is_grad_enabled():
         raise RuntimeError(
@@ -184,11 +183,13 @@ def _gradients(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     if ctx.saved.buffers:
         needs = [need and _is_asked_for(ctx.next_functions[i][0]) for i, need in enumerate(needs)]
     product = product if product is not None and product.dim() > 1 else None
-    of_product, of_others = _of_epilogue(ctx.saved, tensors, product, of_results, needs)
+    call = ctx.saved.call(tensors)
+    of_product, of_others = _of_epilogue(ctx.saved, call, tensors, product, of_results, needs)
     # Frees the product, unless the graph is used again: the gradients of large weights need the memory.
     del product
-    ctx.maybe_clear_saved_tensors()
-    found = [*_of_operands(ctx.saved, tensors, of_product, needs), *of_others]
+    if not torch.compiler.is_compiling():
+        ctx.maybe_clear_saved_tensors()
+    found = [*_of_operands(ctx.saved, call, of_product, needs), *of_others]
     # torch treats a list of numbers as one value, unless it is empty.
     return found, None if ctx.saved.sizes else [], None if ctx.saved.numbers else [], None, None, None
 
@@ -212,9 +213,10 @@ class Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # noqa: D102
-        needs = ctx.needs_input_grad[1:]
-        of_product, of_others = _of_epilogue(ctx.saved, ctx.saved_tensors, None, [grad], needs)
-        return None, *_of_operands(ctx.saved, ctx.saved_tensors, of_product, needs), *of_others
+        needs, tensors = ctx.needs_input_grad[1:], ctx.saved_tensors
+        call = ctx.saved.call(tensors)
+        of_product, of_others = _of_epilogue(ctx.saved, call, tensors, None, [grad], needs)
+        return None, *_of_operands(ctx.saved, call, of_product, needs), *of_others
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, flat: Any, *tensors: Tensor) -> Any:  # noqa: D102

@@ -52,7 +52,7 @@ from .waves import Split
 if TYPE_CHECKING:
     from ..problem import Config, Problem
 
-#: By the number of warpgroups: registers of a thread in all but the first one, and of the loader's.
+#: By the number of warpgroups: registers of a thread in all but the first one, and in the other warps.
 REGISTERS = {1: (0, 40), 2: (232, 40), 3: (160, 32)}
 #: An operand leaves L2 first if it is larger than all other data by this factor. Measured on an H200.
 STREAMED = 1.5

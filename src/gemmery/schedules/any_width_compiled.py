@@ -1,6 +1,6 @@
-"""Checks of compiled kernels for tiles of any width: properties on which their assembly relies.
+"""Checks of compiled kernels: properties on which their assembly relies.
 
-See `kernels.any_width`, and `AnyWidthBinding`, which makes these checks.
+All but `check_maps` are of tiles of any width; see `kernels.any_width`, and `AnyWidthBinding`, which makes them.
 """
 
 from __future__ import annotations

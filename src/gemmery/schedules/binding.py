@@ -78,8 +78,8 @@ def promotes(problem: Problem) -> bool:
 def overlap_of(problem: Problem) -> dict[str, Any]:
     """`Arch.overlap` for a problem's kernel.
 
-    While a kernel waits for other GPUs, launches that wait for it would take room that another stream may need to let
-    it end.
+    If the next launch began while a kernel waits for other GPUs, its programs would take room that another stream may
+    need. The kernel might then wait forever.
     """
     waits = problem.a.awaits or problem.a.is_summed
     return {"OVERLAPS": False} if waits else problem.device.target.overlap

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..dtypes import FP8
-from ..epilogues.device import with_constants
+from ..epilogues.device import digest, with_constants
 from ..formats.packing import STRIP, block_columns
 from ..formats.scaled import BLOCK
 from ..kernels import place
@@ -200,6 +200,7 @@ class SpecializedBinding(Binding):
             "ROTATE": c.block_m <= FEW,
             "TURNS": _turns(p, c),
             **overlap_of(p),
+            "SOURCE": source(),
             # Those of the first warpgroup; the compiler adds those of the others.
             "num_warps": 4,
         }
@@ -263,6 +264,14 @@ class SpecializedBinding(Binding):
         floats = self.work.partials(c.block_m, c.block_n)
         pieces = 1 if _turns(self.problem, c) else WARPS // 4
         return floats * torch.float32.itemsize, self.work.counters(pieces)
+
+
+@functools.cache
+def source() -> str:
+    """The `digest` of the kernel's file whose changes Triton does not notice."""
+    from ..kernels import rings
+
+    return digest(rings)
 
 
 SPECIALIZED = Specialized()
