@@ -79,7 +79,7 @@ def overlap_of(problem: Problem) -> dict[str, Any]:
     """`Arch.overlap` for a problem's kernel.
 
     If the next launch began while a kernel waits for other GPUs, its programs would take room that another stream may
-    need. The kernel might then wait forever.
+    need. The kernel might then wait in vain.
     """
     waits = problem.a.awaits or problem.a.is_summed
     return {"OVERLAPS": False} if waits else problem.device.target.overlap
