@@ -5,7 +5,7 @@ import torch
 
 import gemmery
 from gemmery import moe
-from tests.gpu.common import DRY, needs_cuda, size, values
+from tests.gpu.common import needs_cuda, size, values
 
 pytestmark = [pytest.mark.gpu, needs_cuda]
 
@@ -95,7 +95,6 @@ def test_chain(links, rows):
         assert torch.equal(found, right)
 
 
-@pytest.mark.skipif(DRY, reason="there are no streams")
 def test_streams():
     """Chains in several streams at once."""
     width, links = 1024, 60

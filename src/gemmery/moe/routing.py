@@ -309,16 +309,7 @@ def _sort_blocks(ids: Tensor, made: tuple[Tensor, ...], groups: int, layout: tup
     table, before = (offs.new_empty((groups + 1, blocks)) for _ in range(2))
     # No more threads than ids on any target.
     kernels.count_blocks[(blocks, groups // bins + 1)](
-        ids,
-        table,
-        count,
-        blocks,
-        groups,
-        layout,
-        BLOCK=size,
-        BINS=bins,
-        **overlap,
-        num_warps=size // 64,
+        ids, table, count, blocks, groups, layout, BLOCK=size, BINS=bins, **overlap, num_warps=size // 64
     )
     kernels.sum_blocks[(groups + 1,)](table, before, offs, counts, blocks, groups, CHUNK=_CHUNK, **overlap)
     kernels.place_blocks[(blocks,)](
