@@ -42,7 +42,7 @@ class Device:
             "quotient": lambda x, divisor: x // divisor, "numbered": lambda count: numbers(range(count)),
         }  # fmt: skip
         self.names["banded"] = types.FunctionType(order.banded.fn.__code__, {"min": min})
-        functions = [getattr(any_width_groups, name) for name in FUNCTIONS] + [place.group_of]
+        functions = [getattr(any_width_groups, name) for name in FUNCTIONS] + [place.bounds_of, place.group_of]
         for function in functions:
             name = function.fn.__name__
             self.names[name] = types.FunctionType(
@@ -63,7 +63,7 @@ class Device:
     def first(self, unit, tiles_n, groups, M, scan):
         """What `known` is for a program's first unit, and the rows of tiles."""
         group_of, keep = self.names["group_of"], self.names["keep"]
-        *found, rows = group_of(unit // tiles_n, 0, groups, M, BLOCK_M, scan, 0, keep, TABLE)
+        *found, rows = group_of(unit // tiles_n, 0, groups, M, BLOCK_M, scan, groups < scan, 0, keep, TABLE)
         return (TABLE, *map(int, found)), int(rows)
 
 

@@ -171,8 +171,21 @@ def sized_part_of_cluster(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl
 
 
 @triton.jit
+def bounds_of(group, offs, groups, M):
+    """The beginning and the end of a group's rows, for one group or several; see `group_of`.
+
+    They lie within all rows, even if the ends of the groups do not.
+    """
+    begin = tl.load(offs + group - 1, mask=(group > 0) & (group <= groups), other=0)
+    end = tl.load(offs + group, mask=group < groups, other=0)
+    begin = tl.where(group > groups, M, tl.maximum(tl.minimum(begin, M), 0))
+    return begin, tl.where(group >= groups, M, tl.maximum(tl.minimum(end, M), 0))
+
+
+@triton.jit
 def group_of(
-    tile, offs, groups, M, BLOCK_M, SCAN: tl.constexpr, LEAST: tl.constexpr, KEEP: tl.constexpr = None, kept=None
+    tile, offs, groups, M, BLOCK_M, SCAN: tl.constexpr, ALL: tl.constexpr, LEAST: tl.constexpr,
+    KEEP: tl.constexpr = None, kept=None,
 ):  # fmt: skip
     """The group to which a row of tiles belongs, where groups of rows follow one another.
 
@@ -183,23 +196,19 @@ def group_of(
         offs: where the ends of the groups are, which do not decrease.
         M: the end of all rows.
         SCAN: the number of groups that are examined together, a power of two.
+        ALL: whether there are fewer groups, so that none are left.
         LEAST: the rows of tiles of an empty group.
         KEEP: keeps the rows of tiles before each group, given `kept`, the groups, their number and these rows; or None.
 
     Returns:
         The group, its first row of tiles, its first row and its end; and how many rows of tiles there are.
     """
-    # Two counts are in each number, so that warps exchange fewer sums.
+    # The group, and the rows of tiles before it, are in one number, so that warps exchange one sum.
     found = tl.cast(tile * 0, tl.int64)
-    rows = found
     total = tile * 0
-    for chunk in range(0, groups + 1, SCAN):
+    for chunk in range(0, 1 if ALL else groups + 1, SCAN):
         group = chunk + numbered(SCAN)
-        begins = tl.load(offs + group - 1, mask=(group > 0) & (group <= groups), other=0)
-        ends = tl.load(offs + group, mask=group < groups, other=0)
-        # So no row outside is touched, even if the ends are wrong.
-        begins = tl.where(group > groups, M, tl.maximum(tl.minimum(begins, M), 0))
-        ends = tl.where(group >= groups, M, tl.maximum(tl.minimum(ends, M), 0))
+        begins, ends = bounds_of(group, offs, groups, M)
         tiles = tl.cdiv(tl.maximum(ends - begins, 0), BLOCK_M)
         if LEAST > 0:
             tiles = tl.where(group < groups, tl.maximum(tiles, LEAST), 0)
@@ -209,18 +218,18 @@ def group_of(
         # At most one group of all is here.
         here = (before <= tile) & (tile < before + tiles)
         found += tl.sum(tl.where(here, (group + 1).to(tl.int64) << 32 | before, 0), 0)
-        rows += tl.sum(tl.where(here, begins.to(tl.int64) << 32 | ends, 0), 0)
         total += tl.sum(tiles, 0)
     none = found == 0
     group = tl.where(none, groups + 1, (found >> 32).to(tl.int32) - 1)
     first = tl.where(none, tile, found.to(tl.int32))
-    return group, first, (rows >> 32).to(tl.int32), rows.to(tl.int32), total
+    begin, end = bounds_of(group, offs, groups, M)
+    return group, first, begin, end, total
 
 
 @triton.jit
 def tile_of_rows(
-    unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, band_m, SCAN: tl.constexpr
-):
+    unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, band_m, SCAN: tl.constexpr, ALL: tl.constexpr,
+):  # fmt: skip
     """Tile number `unit` of groups of rows, group after group; see `group_of`.
 
     The batch is the group. A group's weight is read once, because its tiles are consecutive. `place_args` is
@@ -229,7 +238,7 @@ def tile_of_rows(
     M, N, K = shape
     offs, groups = state[2]
     tiles_n = tl.cdiv(N, BLOCK_N)
-    group, first, begin, end, _ = group_of(unit // tiles_n, offs, groups, M, BLOCK_M, SCAN, 0)
+    group, first, begin, end, _ = group_of(unit // tiles_n, offs, groups, M, BLOCK_M, SCAN, ALL, 0)
     tiles_m = tl.maximum(tl.cdiv(end - begin, BLOCK_M), 1)
     tile_m, tile_n = banded(unit - first * tiles_n, tiles_m, tiles_n, band_m)
     return group, begin + tile_m * BLOCK_M, tile_n * BLOCK_N, end, 0, K
@@ -257,8 +266,8 @@ def tile_of_ranges(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.conste
 
 @triton.jit
 def part_of_ranges(
-    unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, band_m, SCAN: tl.constexpr
-):
+    unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, band_m, SCAN: tl.constexpr, ALL: tl.constexpr,
+):  # fmt: skip
     """Part of a tile of such a batch: `part_k` of its matrix's range of K, or the rest of it; see `parts.of_range`.
 
     A range has at least one part. Units are the tiles of the first part, then those of the second, and so on, so that
@@ -269,7 +278,7 @@ def part_of_ranges(
     M, N, K = shape
     tiles, part_k = state[0], state[1]
     offs, groups = state[2]
-    group, first, begin, end, parts = group_of(unit // tiles, offs, groups, K, part_k, SCAN, 1)
+    group, first, begin, end, parts = group_of(unit // tiles, offs, groups, K, part_k, SCAN, ALL, 1)
     tile_m, tile_n = banded(unit % tiles, tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), band_m)
     row = tl.where((group < groups) & (parts <= tl.num_programs(0) // tiles), tile_m * BLOCK_M, M)
     first_k = begin + (unit // tiles - first) * part_k

@@ -162,16 +162,18 @@ class RaggedAccess(Access):
 
     def place(self, own: Any, is_cut: bool) -> Any:
         if self.spec.axis == "k":
-            return with_constants(place.part_of_ranges, SCAN=self._scan) if is_cut else place.tile_of_ranges
-        return with_constants(place.tile_of_rows, SCAN=self._scan)
+            return with_constants(place.part_of_ranges, **self._scan) if is_cut else place.tile_of_ranges
+        return with_constants(place.tile_of_rows, **self._scan)
 
     def group_of(self) -> Any:
-        return with_constants(place.group_of, SCAN=self._scan, LEAST=0)
+        return with_constants(place.group_of, **self._scan, LEAST=0)
 
     @property
-    def _scan(self) -> int:
-        """Groups that are examined together: the rows after the last one are one more."""
-        return min(int(triton.next_power_of_2(self.groups + 1)), SCAN)
+    def _scan(self) -> dict[str, Any]:
+        """How groups are examined, see `place.group_of`: the rows after the last one are one more."""
+        count = self.groups + 1
+        scan = min(int(triton.next_power_of_2(count)), SCAN)
+        return {"SCAN": scan, "ALL": count <= scan}
 
     def place_args(self, tensors: Sequence[Tensor], numbers: Sequence[float]) -> tuple[Any, ...]:
         return tensors[self.first], self.groups
