@@ -42,7 +42,7 @@ class Device:
             "quotient": lambda x, divisor: x // divisor, "numbered": lambda count: numbers(range(count)),
         }  # fmt: skip
         self.names["banded"] = types.FunctionType(order.banded.fn.__code__, {"min": min})
-        functions = [getattr(any_width_groups, name) for name in FUNCTIONS] + [place.bounds_of, place.group_of]
+        functions = [getattr(any_width_groups, name) for name in FUNCTIONS] + [place.group_of]
         for function in functions:
             name = function.fn.__name__
             self.names[name] = types.FunctionType(

@@ -202,7 +202,7 @@ def gemm_tiles(
         OVERLAPS: see `overlap.wait_for_earlier`.
         SOURCE: identifies the version of the file that writes assembly.
     """
-    begin_tiles(a, b, place_args, RAGGED, OVERLAPS)
+    begin_tiles(a, b, OVERLAPS)
     M = multiple(M, M_MULTIPLE)
     shape = (M, N, K)
     unit = tl.program_id(0)

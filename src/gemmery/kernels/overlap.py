@@ -32,25 +32,11 @@ def wait_for_earlier(OVERLAPS: tl.constexpr):
 
 
 @triton.jit
-def begin_tiles(a, b, place_args, RAGGED: tl.constexpr, OVERLAPS: tl.constexpr):
-    """As `wait_for_earlier`, for `gemm_tiles`. Meanwhile, the tensor maps of its operands are fetched.
-
-    The ends of groups, if there are any, are fetched into the L2 cache: an earlier launch may still write them there.
-    """
+def begin_tiles(a, b, OVERLAPS: tl.constexpr):
+    """As `wait_for_earlier`, for `gemm_tiles`. Meanwhile, the tensor maps of its operands are fetched."""
     if OVERLAPS:
         prefetch_maps(a, b)
-        if RAGGED != "":
-            prefetch_ends(place_args[0], place_args[1])
     wait_for_earlier(OVERLAPS)
-
-
-@triton.jit
-def prefetch_ends(offs, groups):
-    """Prefetches the ends of up to 1024 groups, 128 bytes in each thread of a warp."""
-    lines = offs + tl.minimum(tl.arange(0, 32) * 32, groups - 1)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1
-    )
 
 
 @builtin

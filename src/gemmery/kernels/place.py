@@ -171,18 +171,6 @@ def sized_part_of_cluster(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl
 
 
 @triton.jit
-def bounds_of(group, offs, groups, M):
-    """The beginning and the end of a group's rows, for one group or several; see `group_of`.
-
-    They lie within all rows, even if the ends of the groups do not.
-    """
-    begin = tl.load(offs + group - 1, mask=(group > 0) & (group <= groups), other=0)
-    end = tl.load(offs + group, mask=group < groups, other=0)
-    begin = tl.where(group > groups, M, tl.maximum(tl.minimum(begin, M), 0))
-    return begin, tl.where(group >= groups, M, tl.maximum(tl.minimum(end, M), 0))
-
-
-@triton.jit
 def group_of(
     tile, offs, groups, M, BLOCK_M, SCAN: tl.constexpr, ALL: tl.constexpr, LEAST: tl.constexpr,
     KEEP: tl.constexpr = None, kept=None,
@@ -203,12 +191,17 @@ def group_of(
     Returns:
         The group, its first row of tiles, its first row and its end; and how many rows of tiles there are.
     """
-    # The group, and the rows of tiles before it, are in one number, so that warps exchange one sum.
+    # Two counts are in each number, so that warps exchange fewer sums.
     found = tl.cast(tile * 0, tl.int64)
+    rows = found
     total = tile * 0
     for chunk in range(0, 1 if ALL else groups + 1, SCAN):
         group = chunk + numbered(SCAN)
-        begins, ends = bounds_of(group, offs, groups, M)
+        begins = tl.load(offs + group - 1, mask=(group > 0) & (group <= groups), other=0)
+        ends = tl.load(offs + group, mask=group < groups, other=0)
+        # So no row outside is touched, even if the ends are wrong.
+        begins = tl.where(group > groups, M, tl.maximum(tl.minimum(begins, M), 0))
+        ends = tl.where(group >= groups, M, tl.maximum(tl.minimum(ends, M), 0))
         tiles = tl.cdiv(tl.maximum(ends - begins, 0), BLOCK_M)
         if LEAST > 0:
             tiles = tl.where(group < groups, tl.maximum(tiles, LEAST), 0)
@@ -218,12 +211,12 @@ def group_of(
         # At most one group of all is here.
         here = (before <= tile) & (tile < before + tiles)
         found += tl.sum(tl.where(here, (group + 1).to(tl.int64) << 32 | before, 0), 0)
+        rows += tl.sum(tl.where(here, begins.to(tl.int64) << 32 | ends, 0), 0)
         total += tl.sum(tiles, 0)
     none = found == 0
     group = tl.where(none, groups + 1, (found >> 32).to(tl.int32) - 1)
     first = tl.where(none, tile, found.to(tl.int32))
-    begin, end = bounds_of(group, offs, groups, M)
-    return group, first, begin, end, total
+    return group, first, (rows >> 32).to(tl.int32), rows.to(tl.int32), total
 
 
 @triton.jit
@@ -240,7 +233,11 @@ def tile_of_rows(
     tiles_n = tl.cdiv(N, BLOCK_N)
     group, first, begin, end, _ = group_of(unit // tiles_n, offs, groups, M, BLOCK_M, SCAN, ALL, 0)
     tiles_m = tl.maximum(tl.cdiv(end - begin, BLOCK_M), 1)
-    tile_m, tile_n = banded(unit - first * tiles_n, tiles_m, tiles_n, band_m)
+    tile_n = unit - first * tiles_n
+    tile_m = tile_n * 0
+    # Few rows are one row of tiles, and divisions take as long as a tenth of the K loop of a short product.
+    if tiles_m > 1:
+        tile_m, tile_n = banded(tile_n, tiles_m, tiles_n, band_m)
     return group, begin + tile_m * BLOCK_M, tile_n * BLOCK_N, end, 0, K
 
 
