@@ -81,15 +81,6 @@ def test_tiles_of_any_width(make, text):
 
 
 @pytest.mark.parametrize("target", BACK_ENDS)
-def test_rows_that_are_cut(target):
-    problem = grouped_problem(64, 32, 2048, 1024, device=device_of(target))
-    config = Config.of("16x64x64-g8-w4-s3-tile-pointer-k4-swap")
-    with strictly_for(target):
-        compiled = schedules.bind(problem, config).compile(*arguments(problem, "meta"))
-    assert usage(compiled).spilled == 0
-
-
-@pytest.mark.parametrize("target", BACK_ENDS)
 def test_ranges_that_are_cut(target):
     problem = ranges_problem(65536, 4, 512, 256, device=device_of(target))
     config = Config.of("128x128x32-g8-w8-s3-tile-pointer-k8")

@@ -58,8 +58,6 @@ CONFIGS = [
     "128x256x64-g8-w8-s3-tile-descriptor/2",
     "16x128x128-g8-w4-s3-tile-descriptor-swap",
     "64x64x64-g8-w4-s3-tile-pointer",
-    "16x64x256-g8-w4-s4-tile-descriptor-k3-swap",
-    "32x64x64-g8-w4-s3-tile-pointer-k4",
 ]
 #: Of a weight's gradient.
 RANGES = [

@@ -196,9 +196,9 @@ def gemm_tiles(
         b_scales, b_shifts: the group parameters of b if it has packed numbers, see `packed`; otherwise None.
         workspace: (partials, semaphores), or None if tiles are not cut.
         PART: where tiles are cut, which part of which tile a program has; otherwise not used.
-        RAGGED: "rows" where PLACE is `place.tile_of_rows` or `place.part_of_rows`, "k" where it is
-            `place.part_of_ranges`, otherwise "". The host does not know the groups, so it starts as many programs as
-            there can be units. Rows after the last group become 0.
+        RAGGED: "rows" where PLACE is `place.tile_of_rows`, "k" where it is `place.part_of_ranges`, otherwise "". The
+            host does not know the groups, so it starts as many programs as there can be units. Rows after the last
+            group become 0.
         OVERLAPS: see `overlap.wait_for_earlier`.
         SOURCE: identifies the version of the file that writes assembly.
     """
@@ -215,7 +215,6 @@ def gemm_tiles(
     if RAGGED == "rows":
         batch, row, col, end, first_k, last_k = place
         if batch == place_args[1]:
-            # All parts of a tile store the same.
             EACH: tl.constexpr = 2 if PAIRED else 1
             clear(
                 (out, out_strides), (M, N // EACH), sizes, (0, row, col // EACH, end, 0, 0), STORE, OUT, WIDE, BLOCK_M,

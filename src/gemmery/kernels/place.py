@@ -242,21 +242,6 @@ def tile_of_rows(
 
 
 @triton.jit
-def part_of_rows(
-    unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, band_m, SCAN: tl.constexpr, ALL: tl.constexpr,
-):  # fmt: skip
-    """Part `unit // tiles` of tile `unit % tiles` of groups of rows: `part_k` of K.
-
-    `state` begins with (tiles, part_k). There are as many tiles as there can be. All parts of one that does not exist
-    begin at the end of their rows.
-    """
-    tiles, part_k = state[0], state[1]
-    group, row, col, end, _, K = tile_of_rows(unit % tiles, state, shape, BLOCK_M, BLOCK_N, band_m, SCAN, ALL)
-    first_k = unit // tiles * part_k
-    return group, row, col, end, first_k, min(first_k + part_k, K)
-
-
-@triton.jit
 def range_of(batch, offs, K):
     """The beginning and the end of a matrix's range of K. They lie within K, even if the ends of the ranges do not."""
     begin = tl.maximum(tl.minimum(tl.load(offs + batch - 1, mask=batch > 0, other=0), K), 0)

@@ -163,7 +163,7 @@ class RaggedAccess(Access):
     def place(self, own: Any, is_cut: bool) -> Any:
         if self.spec.axis == "k":
             return with_constants(place.part_of_ranges, **self._scan) if is_cut else place.tile_of_ranges
-        return with_constants(place.part_of_rows if is_cut else place.tile_of_rows, **self._scan)
+        return with_constants(place.tile_of_rows, **self._scan)
 
     def group_of(self) -> Any:
         return with_constants(place.group_of, **self._scan, LEAST=0)

@@ -321,7 +321,7 @@ class Binding:
             own = place.single_tile if self.split is None else place.split_tile
             is_cut = self.split is not None
             constants["PLACE"] = self.b.place(self.a.place(own, is_cut), is_cut)
-            constants["PART"] = None if not is_cut else along_k.of_range if p.ragged == "k" else along_k.of_tile
+            constants["PART"] = None if not is_cut else along_k.of_range if p.ragged else along_k.of_tile
             constants["RAGGED"] = p.ragged if p.ragged == "rows" or is_cut else ""
             constants["REST_N"] = self.rest_n
             constants["SWAP"] = c.swap

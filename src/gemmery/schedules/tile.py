@@ -67,12 +67,13 @@ class Tile(Schedule):
         # Descriptors do not know where a range of K ends.
         if forms.ragged == "k":
             return config.loader == "pointer" and not config.rest_n
-        return not forms.ragged or not config.rest_n
+        return not forms.ragged or (not config.rest_n and config.split_k == 1)
 
     def refusal(self, problem: Problem, config: Config) -> str | None:
         if not self.takes(config, Forms.of(problem)):
             return (
-                "products in groups need a block_n that is a power of two, and of ranges of K the pointer loader"
+                "products in groups need a block_n that is a power of two; of groups of rows split_k 1, of ranges of K "
+                "the pointer loader"
             )
         return refusal_of(problem, config)
 
