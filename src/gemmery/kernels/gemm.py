@@ -202,17 +202,13 @@ def gemm_tiles(
         OVERLAPS: see `overlap.wait_for_earlier`.
         SOURCE: identifies the version of the file that writes assembly.
     """
+    begin_tiles(a, b, OVERLAPS)
     M = multiple(M, M_MULTIPLE)
     shape = (M, N, K)
     unit = tl.program_id(0)
     right = b if b_scales is None else (b, b_scales, b_shifts)
     state = (tiles, part_k, place_args)
-    if len(place_args) > 0:
-        # It may read memory.
-        begin_tiles(a, b, OVERLAPS)
     place = PLACE(unit, state, shape, BLOCK_M, BLOCK_N + REST_N, BAND_M)
-    if len(place_args) == 0:
-        begin_tiles(a, b, OVERLAPS)
     if RAGGED != "":  # noqa: SIM102  # the first is decided while compiling
         if place[1] >= place[3]:
             return

@@ -39,44 +39,21 @@ def whole_tile(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 
 
 @triton.jit
-def in_bands(tile, tiles_m, tiles_n, band_m):
-    """As `order.banded`, but one row of tiles, which few rows are, takes no divisions.
-
-    They delay the first load: in products of 6 us, by 2 % of the time.
-    """
-    tile_m = tile * 0
-    tile_n = tile
-    if tiles_m > 1:
-        tile_m, tile_n = banded(tile, tiles_m, tiles_n, band_m)
-    return tile_m, tile_n
-
-
-@triton.jit
-def one_of(tile, tiles, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, band_m):
-    """As `whole_tile`, for a program that has one tile of `tiles`."""
-    M, N, K = shape
-    tiles_m = tl.cdiv(M, BLOCK_M)
-    tiles_n = tl.cdiv(N, BLOCK_N)
-    batch = tile * 0
-    if tiles > tiles_m * tiles_n:
-        batch = tile // (tiles_m * tiles_n)
-    tile_m, tile_n = in_bands(tile - batch * tiles_m * tiles_n, tiles_m, tiles_n, band_m)
-    return batch, tile_m * BLOCK_M, tile_n * BLOCK_N, M, 0, K
-
-
-@triton.jit
 def single_tile(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, band_m):
-    """Tile number `unit`, over all of K, if each program has one tile. `state` begins with the number of tiles."""
-    return one_of(unit, state[0], shape, BLOCK_M, BLOCK_N, band_m)
+    """Tile number `unit`, over all of K, if each program has one tile. `state` begins with the number of tiles.
+
+    The remainder equals `unit`. Without the division, ptxas allocates registers differently, and a tf32 kernel for
+    sm_80 spills some.
+    """
+    return whole_tile(unit % state[0], state, shape, BLOCK_M, BLOCK_N, band_m)
 
 
 @triton.jit
 def split_tile(unit, state, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, band_m):
     """Part `unit // tiles` of tile `unit % tiles`: `part_k` of K. `state` begins with (tiles, part_k)."""
     tiles, part_k = state[0], state[1]
-    part = unit // tiles
-    batch, row, col, end, _, _ = one_of(unit - part * tiles, tiles, shape, BLOCK_M, BLOCK_N, band_m)
-    first_k = part * part_k
+    batch, row, col, end, _, _ = whole_tile(unit % tiles, state, shape, BLOCK_M, BLOCK_N, band_m)
+    first_k = unit // tiles * part_k
     return batch, row, col, end, first_k, min(first_k + part_k, shape[2])
 
 
@@ -256,7 +233,11 @@ def tile_of_rows(
     tiles_n = tl.cdiv(N, BLOCK_N)
     group, first, begin, end, _ = group_of(unit // tiles_n, offs, groups, M, BLOCK_M, SCAN, ALL, 0)
     tiles_m = tl.maximum(tl.cdiv(end - begin, BLOCK_M), 1)
-    tile_m, tile_n = in_bands(unit - first * tiles_n, tiles_m, tiles_n, band_m)
+    tile_n = unit - first * tiles_n
+    tile_m = tile_n * 0
+    # Few rows are one row of tiles. Without these divisions, short products took 2 % less time.
+    if tiles_m > 1:
+        tile_m, tile_n = banded(tile_n, tiles_m, tiles_n, band_m)
     return group, begin + tile_m * BLOCK_M, tile_n * BLOCK_N, end, 0, K
 
 
