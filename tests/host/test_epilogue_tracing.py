@@ -6,6 +6,7 @@ import inspect
 import operator
 import subprocess
 import sys
+import traceback
 import warnings
 
 import pytest
@@ -362,6 +363,19 @@ def test_untraceable(function, text, line):
     if line is not None:
         assert line_of(function, line) in message
     assert isinstance(caught.value, ValueError)
+
+
+def test_functions_that_raised_in_a_trace_keep_no_variables():
+    """torch's function for printing has a guard of its thread, which must be deleted before the thread ends."""
+    with pytest.raises(Untraceable) as caught:
+        program(print)
+    error, frames = caught.value, []
+    while error is not None:
+        frames += [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        error = error.__cause__
+    printing = [frame for frame in frames if frame.f_code.co_filename.endswith("_tensor_str.py")]
+    assert printing
+    assert not any(frame.f_locals for frame in printing)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.complex64], ids=str)

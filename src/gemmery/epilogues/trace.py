@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
+import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -144,6 +145,7 @@ def _trace(
         try:
             graphs.append(_once(function, arguments, sizes, device, files, grad))
         except Exception as error:
+            _clear_frames(error)
             # Any error of torch is an error in the user's function, or in tracing it.
             raise Untraceable(
                 f"the {role} {_name(function)} can't be traced: {_reason(error, sizes)}"
@@ -152,6 +154,17 @@ def _trace(
     if any(text != texts[0] for text in texts):
         raise Untraceable(f"the {role} {_name(function)} {_difference(graphs[0], texts)}")
     return graphs[0], all_sizes[0]
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """Deletes the local variables of the functions that an error passed through, and those of its causes.
+
+    In functions of torch, such as those that print tensors, they include guards that restore the state of the thread.
+    If the guards were deleted after the thread has ended, they would write to memory that is no longer the thread's.
+    """
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _difference(graph: fx.Graph, texts: Sequence[list[str]]) -> str:
