@@ -184,7 +184,7 @@ def group_of(
         offs: where the ends of the groups are, which do not decrease.
         M: the end of all rows.
         SCAN: the number of groups that are examined together, a power of two.
-        ALL: whether there are fewer groups, so that none are left.
+        ALL: whether these are all groups, including the rows after the last one.
         LEAST: the rows of tiles of an empty group.
         KEEP: keeps the rows of tiles before each group, given `kept`, the groups, their number and these rows; or None.
 
@@ -235,7 +235,7 @@ def tile_of_rows(
     tiles_m = tl.maximum(tl.cdiv(end - begin, BLOCK_M), 1)
     tile_n = unit - first * tiles_n
     tile_m = tile_n * 0
-    # Few rows are one row of tiles. Without these divisions, short products took 2 % less time.
+    # Few rows make one row of tiles. Skipping the divisions of `banded` then saves 2 % of the time of short products.
     if tiles_m > 1:
         tile_m, tile_n = banded(tile_n, tiles_m, tiles_n, band_m)
     return group, begin + tile_m * BLOCK_M, tile_n * BLOCK_N, end, 0, K
