@@ -378,6 +378,15 @@ def test_functions_that_raised_in_a_trace_keep_no_variables():
     assert not any(frame.f_locals for frame in printing)
 
 
+def test_an_error_that_is_its_own_cause():
+    def function(acc):
+        error = ValueError("a cause of itself")
+        raise error from error
+
+    with pytest.raises(Untraceable, match="a cause of itself"):
+        program(function)
+
+
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.complex64], ids=str)
 def test_an_argument_of_a_type_without_a_kernel_is_refused(dtype):
     given = torch.zeros(300).to(dtype)

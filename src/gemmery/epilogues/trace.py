@@ -162,7 +162,10 @@ def _clear_frames(error: BaseException | None) -> None:
     In functions of torch, such as those that print tensors, they include guards that restore the state of the thread.
     If the guards were deleted after the thread has ended, they would write to memory that is no longer the thread's.
     """
-    while error is not None:
+    seen = set()
+    # An error can be its own cause.
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
 
