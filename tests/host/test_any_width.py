@@ -21,6 +21,7 @@ from gemmery.schedules import (
     any_width_cost,
     any_width_edge,
     any_width_tile,
+    binding,
     walk,
 )
 from gemmery.schedules.any_width_tile import RULES, Tile
@@ -842,9 +843,9 @@ def test_the_last_part_ends_where_the_width_does(part):
 def test_a_parameter_that_is_no_tensor_map_is_refused():
     maps = ".param .align 64 .b8 gemm_any_width_param_0[128],\n.param .align 64 .b8 gemm_any_width_param_5[128]\n"
     used = "mov.b64 map, gemm_any_width_param_0; mov.b64 map, gemm_any_width_param_{};"
-    any_width_compiled.check_maps(maps + used.format(5))
+    binding.check_maps(maps + used.format(5))
     with pytest.raises(RuntimeError, match="gemm_any_width_param_4 is not a tensor map"):
-        any_width_compiled.check_maps(maps + ".param .u32 gemm_any_width_param_4\n" + used.format(4))
+        binding.check_maps(maps + ".param .u32 gemm_any_width_param_4\n" + used.format(4))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
-"""Checks of compiled kernels: properties on which their assembly relies.
+"""Checks of compiled kernels for tiles of any width: properties on which their assembly relies.
 
-All but `check_maps` are of tiles of any width; see `kernels.any_width`, and `AnyWidthBinding`, which makes them.
+See `kernels.any_width`, and `AnyWidthBinding`, which makes these checks.
 """
 
 from __future__ import annotations
@@ -21,19 +21,6 @@ def waits_for_each(compiled: Any) -> bool:
     quicker than another run of the assembler, as in `lab.targets.serialised`.
     """
     return set(PENDING.findall(compiled.asm["cubin"])) == {b"\0"}
-
-
-def check_maps(ptx: str) -> None:
-    """RuntimeError unless the parameters that a kernel takes for tensor maps are some.
-
-    Args:
-        ptx: the kernel in PTX.
-    """
-    for used in set(re.findall(r"gemm_\w+_param_\d+", ptx)):
-        if re.search(rf"mov\.b64 \w+, {used};", ptx) and not re.search(
-            rf"\.align \d+ \.b8 {used}\[128\]", ptx
-        ):
-            raise RuntimeError(f"the kernel's parameter {used} is not a tensor map")
 
 
 def check_memory(llir: str, size: int, barriers: int) -> None:

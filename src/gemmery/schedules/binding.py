@@ -6,7 +6,7 @@ binding serves a launch, a compilation for the present GPU, and a cross-compilat
 
 from __future__ import annotations
 
-import functools
+import re
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,7 +24,6 @@ from ..operands import DenseAccess, Layout
 from ..operands.base import negated
 from ..operands.pair import Pair
 from ..operands.scalars import parts, traced_arguments
-from .any_width_compiled import check_maps
 from .waves import Split, Waves
 from .workspace import WORKSPACES, Workspace
 
@@ -325,7 +324,7 @@ class Binding:
             constants["RAGGED"] = p.ragged if p.ragged == "rows" or is_cut else ""
             constants["REST_N"] = self.rest_n
             constants["SWAP"] = c.swap
-            constants["SOURCE"] = source()
+            constants["SOURCE"] = digest(overlap)
         return constants
 
     def _store(self) -> Any:
@@ -466,7 +465,14 @@ class Binding:
         check_maps(compiled.asm.get("ptx", ""))
 
 
-@functools.cache
-def source() -> str:
-    """The `digest` of the file of `gemm_tiles` that writes assembly."""
-    return digest(overlap)
+def check_maps(ptx: str) -> None:
+    """RuntimeError unless the parameters that a kernel takes for tensor maps are some.
+
+    Args:
+        ptx: the kernel in PTX.
+    """
+    for used in set(re.findall(r"gemm_\w+_param_\d+", ptx)):
+        if re.search(rf"mov\.b64 \w+, {used};", ptx) and not re.search(
+            rf"\.align \d+ \.b8 {used}\[128\]", ptx
+        ):
+            raise RuntimeError(f"the kernel's parameter {used} is not a tensor map")

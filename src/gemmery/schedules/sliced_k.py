@@ -217,7 +217,7 @@ class SlicedKBinding(Binding):
     """A `Binding` of the kernel for strips."""
 
     def __init__(self, problem: Problem, config: Config) -> None:
-        from ..kernels import dialect, sliced_k
+        from ..kernels import any_width_stage, decoders, dialect, sliced_k, sliced_k_loop
 
         p, c = problem, config
         self.problem, self.config = p, c
@@ -241,7 +241,7 @@ class SlicedKBinding(Binding):
             "BYTES": -(-shape.bytes // 1024) * 1024,
             "WARPS": c.num_warps,
             **overlap_of(p),
-            "SOURCE": source(),
+            "SOURCE": digest(sliced_k, sliced_k_loop, packed, any_width_stage, decoders),
             "num_warps": c.num_warps,
             "maxnreg": REGISTERS,
         }
@@ -294,14 +294,6 @@ class SlicedKBinding(Binding):
             return 0, 0
         each = self.config.block_m * -(-self.config.block_n // 64) * 64
         return self.counts.parts * self.counts.tiles * each * torch.float32.itemsize, self.counts.tiles
-
-
-@functools.cache
-def source() -> str:
-    """The `digest` of the kernel's files."""
-    from ..kernels import any_width_stage, decoders, sliced_k, sliced_k_loop
-
-    return digest(sliced_k, sliced_k_loop, packed, any_width_stage, decoders)
 
 
 def check_memory(llir: str, size: int, shared: int) -> None:

@@ -173,7 +173,7 @@ class SpecializedBinding(Binding):
     """A `Binding` of the kernel with specialized warps."""
 
     def __init__(self, problem: Problem, config: Config, work: Work) -> None:
-        from ..kernels import dialect, specialized
+        from ..kernels import dialect, rings, specialized
 
         p, c = problem, config
         self.problem, self.config, self.work = p, c, work
@@ -200,7 +200,7 @@ class SpecializedBinding(Binding):
             "ROTATE": c.block_m <= FEW,
             "TURNS": _turns(p, c),
             **overlap_of(p),
-            "SOURCE": source(),
+            "SOURCE": digest(rings),
             # Those of the first warpgroup; the compiler adds those of the others.
             "num_warps": 4,
         }
@@ -264,14 +264,6 @@ class SpecializedBinding(Binding):
         floats = self.work.partials(c.block_m, c.block_n)
         pieces = 1 if _turns(self.problem, c) else WARPS // 4
         return floats * torch.float32.itemsize, self.work.counters(pieces)
-
-
-@functools.cache
-def source() -> str:
-    """The `digest` of the kernel's file whose changes Triton does not notice."""
-    from ..kernels import rings
-
-    return digest(rings)
 
 
 SPECIALIZED = Specialized()
