@@ -15,7 +15,6 @@ CASES = [
     ("int4_gelu", "bf16", "16x64x256-g1-w8-s8-specialized-descriptor-k2-swap"),
     ("int4_swiglu", "bf16", "64x64x128-g1-w8-s8-specialized-descriptor-swap"),
     ("nvfp4", "fp16", "128x128x128-g1-w8-s3-specialized-descriptor-k2-swap"),
-    ("scaled_blocks", "e4m3", "128x256x128-g16-w8-s3-specialized-descriptor"),
     ("int4_gelu", "bf16", "256x128x64-g4-w8-s5-specialized-descriptor-k2-swap"),
     ("int4_swiglu", "bf16", "256x128x128-g1-w8-s2-specialized-descriptor-swap"),
 ]
@@ -78,18 +77,17 @@ def test_a_piece_is_unpacked_under_the_product_of_the_one_before(name, dtype, co
 @pytest.mark.parametrize(("name", "dtype", "config"), CASES)
 def test_groups_multiply_at_their_own_pace(name, dtype, config):
     text = ptx(name, dtype, config)
-    if "scaled" not in name:
-        # All threads have announced their copies before the stage can be complete for the first time.
-        copied = text.rindex("cp.async.mbarrier.arrive")
-        assert "bar.warp.sync" in text[copied : text.index("expect_tx", copied)]
+    # All threads have announced their copies before the stage can be complete for the first time.
+    copied = text.rindex("cp.async.mbarrier.arrive")
+    assert "bar.warp.sync" in text[copied : text.index("expect_tx", copied)]
     found = loops(text)
     # A loop a group, and with parts along K one more.
     assert len(found) == (4 if "-k2" in config else 2)
     for body in found:
         # What a thread reads of a stage it reads itself: nothing goes through shared memory on its way.
         assert "st.shared" not in body
-        # Nor does it wait for memory: what groups share has come with the stage, as everything else but factors.
-        assert name == "scaled_blocks" or "ld.global" not in body
+        # Nor does it wait for memory: what groups share has come with the stage, as everything else.
+        assert "ld.global" not in body
         # A stage is given back when all threads of the group are done with it, and these are not all of the program.
         after = body.rsplit("wgmma.wait_group", 1)[1]
         before = after.split("mbarrier.arrive", 1)[0]

@@ -12,7 +12,7 @@ from gemmery.formats import FORMATS
 from gemmery.formats.codes import from_codes
 from gemmery.schedules.specialized import SPECIALIZED
 from gemmery.select.space import tiles_of
-from tests.gpu.common import DRY, FP8, HALVES, matrix, rng, values, wide
+from tests.gpu.common import DRY, HALVES, matrix, rng, values, wide
 from tests.gpu.test_packed import KINDS, relative, weight
 
 pytestmark = [
@@ -139,30 +139,6 @@ def test_graphs_and_streams_have_parts_of_their_own():
         assert torch.equal(made, right)
 
 
-@pytest.mark.parametrize("types", [(a, b) for a in FP8 for b in FP8], ids=str)
-@pytest.mark.parametrize("config", configs("scaled"), ids=str)
-def test_scaled(config, types):
-    r = rng("specialized", config, types)
-    for number in range(4):
-        m, n, k = some_sizes(r)
-        k = -(-k // 16) * 16
-        a, b = (values((rows, k), torch.float32).to(dtype) for rows, dtype in zip((m, n), types, strict=True))
-        steps, strips = -(-k // 128), -(-n // 128)
-        # Of rows, by rows or by steps in memory, and of blocks.
-        factors = torch.rand(steps, m, device="cuda").T if number % 2 else torch.rand(m, steps, device="cuda")
-        if number == 2:
-            factors = torch.rand(-(-m // 128), steps, device="cuda")
-        scaled = (
-            gemmery.ScaledTensor(a, factors),
-            gemmery.ScaledTensor(b, torch.rand(strips, steps, device=a.device)),
-        )
-        want = wide(scaled[0].dequantize(torch.float32)) @ wide(scaled[1].dequantize(torch.float32)).T
-        result = gemmery.scaled_matmul(*scaled, config=config)
-        # The tensor cores sum a step at their own precision.
-        assert relative(result, want) <= 2.5e-3, (m, n, k)
-        assert torch.equal(gemmery.scaled_matmul(*scaled, config=config), result)
-
-
 EPILOGUES = {
     "gelu": (lambda x, r: F.gelu(x), False),
     "residual": (lambda x, r: x + r, True),
@@ -171,29 +147,21 @@ EPILOGUES = {
 
 
 @pytest.mark.parametrize("name", EPILOGUES)
-@pytest.mark.parametrize("kind", ["packed4", "packed8", "scaled"])
+@pytest.mark.parametrize("kind", ["packed4", "packed8"])
 def test_epilogues(kind, name):
     rng("specialized epilogues", kind, name)
     m, n, k = 300, 1000, 1024
     function, reads = EPILOGUES[name]
     bias, other = values((n,), torch.bfloat16), matrix(m, n, torch.bfloat16)
-    if kind == "scaled":
-        data = [values(shape, torch.float32).to(FP8[0]) for shape in ((m, k), (n, k))]
-        factors = torch.rand(m, 8, device="cuda"), torch.rand(8, 8, device="cuda")
-        a, b = map(gemmery.ScaledTensor, data, factors)
-        product = wide(a.dequantize(torch.float32)) @ wide(b.dequantize(torch.float32)).T
-        call = gemmery.scaled_matmul
-    else:
-        a, b = (
-            values((m, k), torch.bfloat16),
-            weight("int4" if kind == "packed4" else "int8", n, k, torch.bfloat16),
-        )
-        product = wide(a) @ b.dequantize(torch.float64).mT
-        call = gemmery.linear
+    a = values((m, k), torch.bfloat16)
+    b = weight("int4" if kind == "packed4" else "int8", n, k, torch.bfloat16)
+    product = wide(a) @ b.dequantize(torch.float64).mT
     want = function(product + wide(bias), wide(other))
     epilogue = gemmery.epilogue(function if reads else lambda x: function(x, None))
     for config in configs(kind):
-        got = call(a, b, bias=bias, epilogue=epilogue, args=(other,) if reads else (), config=config)
+        got = gemmery.linear(
+            a, b, bias=bias, epilogue=epilogue, args=(other,) if reads else (), config=config
+        )
         mine, right = (x if isinstance(x, tuple) else (x,) for x in (got, want))
         for one, that in zip(mine, right, strict=True):
             assert relative(one, that) <= 4e-3, config

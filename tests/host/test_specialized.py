@@ -20,15 +20,11 @@ from gemmery.select.space import space_of
 
 H200 = devices.TABLE["NVIDIA H200"]
 CONFIG = Config.of("256x128x64-g4-w8-s5-specialized-descriptor-k2-swap")
-SCALED = Config.of("128x256x128-g16-w8-s3-specialized-descriptor")
+UPRIGHT = Config.of("128x256x128-g16-w8-s3-specialized-descriptor")
 
 
 def packed(M=4096, N=8192, K=8192, **options):
     return abstract_problem(M, N, K, device=options.pop("device", H200), **{"weight": "int4"} | options)
-
-
-def blocks(M=4096, N=8192, K=8192, **options):
-    return abstract_problem(M, N, K, device=H200, dtype="e4m3", scales="block", **options)
 
 
 def test_text_and_back():
@@ -54,16 +50,13 @@ def test_what_it_suits():
     assert SPECIALIZED.suits(packed())
     assert SPECIALIZED.suits(packed(epilogue="bias_gelu"))
     assert SPECIALIZED.suits(packed(epilogue="swiglu"))
-    assert SPECIALIZED.suits(blocks())
-    # Others have nothing to do between two products.
+    # Others have nothing to unpack.
     assert not SPECIALIZED.suits(abstract_problem(4096, 8192, 8192, device=H200))
-    assert not SPECIALIZED.suits(abstract_problem(4096, 8192, 8192, device=H200, dtype="e4m3", scales="row"))
+    assert not SPECIALIZED.suits(abstract_problem(4096, 8192, 8192, device=H200, dtype="e4m3", scales="block"))
     batch = replace(packed(), batch=(2,))
     assert not SPECIALIZED.suits(batch)
     columns = replace(packed(), a=replace(packed().a, row=1, col=4096))
     assert not SPECIALIZED.suits(columns)
-    halves = replace(blocks(), epilogue="fused", fusion=packed(epilogue="swiglu").fusion)
-    assert not SPECIALIZED.suits(halves)
     assert not SPECIALIZED.suits(packed(device=devices.TABLE["NVIDIA A100"]))
 
 
@@ -100,11 +93,8 @@ def test_another_triton_does_without(monkeypatch):
         (packed(), "128x32x64-g4-w8-s4-specialized-descriptor-swap", "block_n 64 or 128"),
         (packed(), "16x64x256-g1-w8-s7-specialized-descriptor-swap", "an even num_stages"),
         (packed(), "256x128x32-g4-w8-s5-specialized-descriptor-swap", "block_k a multiple of 64"),
-        (packed(), str(SCALED), "packed weights need swap"),
-        (blocks(), str(CONFIG), "need block_m 128"),
-        (blocks(), "64x128x128-g4-w8-s5-specialized-descriptor", "need block_m 128"),
-        (blocks(), "128x128x64-g4-w8-s5-specialized-descriptor", "block_k 128"),
-        (abstract_problem(4096, 8192, 8192, device=H200), str(SCALED), "a packed weight or fp8 operands"),
+        (packed(), str(UPRIGHT), "packed weights need swap"),
+        (abstract_problem(4096, 8192, 8192, device=H200), str(UPRIGHT), "needs a packed weight"),
     ],
 )
 def test_configs_that_do_not_fit_are_refused(problem, config, reason):
@@ -113,9 +103,8 @@ def test_configs_that_do_not_fit_are_refused(problem, config, reason):
 
 
 @pytest.mark.parametrize("M", [1, 64, 200, 4096])
-@pytest.mark.parametrize("pose", [packed, blocks])
-def test_every_config_binds(pose, M):
-    problem = pose(M)
+def test_every_config_binds(M):
+    problem = packed(M)
     found = [config for config in space_of(problem).configs if config.schedule == "specialized"]
     assert found
     for config in found:
@@ -184,20 +173,11 @@ def test_tables_of_the_triton_that_streams(streams, monkeypatch):
 
 
 def test_it_is_chosen_where_it_was_measured_to_be_quicker():
-    for problem in (packed(weight="mxfp4"), packed(epilogue="swiglu"), blocks(), blocks(M=1024)):
+    for problem in (packed(weight="mxfp4"), packed(epilogue="swiglu")):
         assert rank(problem)[0][0].schedule == "specialized"
     for M in (1, 4, 16):
         assert rank(packed(M=M))[0][0].block_m == (8 if M <= 8 else 16)
-    assert rank(blocks(M=16))[0][0].schedule == "tile"
 
 
 def test_results_that_must_not_depend_on_the_batch_do_without():
-    for problem in (packed(batch_invariant=True), blocks(batch_invariant=True)):
-        assert all(REGISTRY[config.schedule].universal for config, _ in rank(problem))
-
-
-def test_what_shares_factors_in_other_ways_does_without():
-    # A factor for every column of B takes a number in each.
-    problem = blocks()
-    assert problem.b.every == 128
-    assert not SPECIALIZED.suits(replace(problem, b=replace(problem.b, every=1)))
+    assert all(REGISTRY[config.schedule].universal for config, _ in rank(packed(batch_invariant=True)))

@@ -298,6 +298,7 @@ def produce(
 @gluon.jit
 def sum_steps(
     heads, ring, steps, stage, phase, y_rows, width, turn, scales, KIND: gl.constexpr, PROMOTES: gl.constexpr,
+    APART: gl.constexpr,
     X_ROWS: gl.constexpr, FIRST: gl.constexpr, OWN: gl.constexpr, WIDTHS: gl.constexpr, PART: gl.constexpr,
     FORMAT: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr, PINGPONG: gl.constexpr,
     BARRIERS_AT: gl.constexpr,
@@ -315,8 +316,8 @@ def sum_steps(
     return multiply_steps(
         in_block(shared_at(BARRIERS_AT)), in_block(stage), in_block(phase), in_block(ring[1]), in_block(steps),
         in_block(heads[0]), in_block(heads[1]), in_block(y_rows), in_block(width),
-        (in_block(turn[0]), in_block(turn[1]), in_block(turn[2])), scales, X_ROWS, FIRST, OWN, KIND, PROMOTES, FORMAT,
-        X_FORM, Y_FORM, WIDTHS, PART, PINGPONG,
+        (in_block(turn[0]), in_block(turn[1]), in_block(turn[2])), scales, X_ROWS, FIRST, OWN, KIND, PROMOTES, APART,
+        FORMAT, X_FORM, Y_FORM, WIDTHS, PART, PINGPONG,
     )  # fmt: skip
 
 
@@ -328,8 +329,7 @@ def scales_of(step_args, row, col, shape, first_k, EVERY_M: gl.constexpr, EVERY_
 
     Args:
         step_args: the scales, as `kernels.scales` takes them, of a step each.
-        row, col: where rows and columns begin, in a matrix of `shape`; `col` is a multiple of 16, see
-            `any_width_loop`.
+        row, col: where rows and columns begin, in a matrix of `shape`; `col` is a multiple of 16.
         first_k: where the steps begin.
         EVERY_M, EVERY_N: rows and columns that share a scale; the latter in multiples of 128.
 
@@ -338,18 +338,18 @@ def scales_of(step_args, row, col, shape, first_k, EVERY_M: gl.constexpr, EVERY_
         and for spans; and the number of blocks of 8 columns in the first span.
     """
     at_a, _, row_a, k_a, at_b, _, row_b, k_b = step_args
-    low = gl.cast(first_k // 128, gl.int64)
+    low = first_k // 128
     # Rows and columns outside have some scale.
     rows = gl.minimum(row + gl.arange(0, 64, gl.SliceLayout(1, BLOCK8)), shape[0] - 1) // EVERY_M
-    # This is always 0, which the compiler cannot prove. If it knew that all threads load a span's scale from the same
-    # address, it would move the scale to a uniform register, and wait for it amid the products.
-    nothing = gl.expand_dims((rows >> 31).to(gl.int64), 1) + gl.zeros([64, 8], gl.int64, BLOCK8)
-    of_rows = gl.cast(at_a, gl.int64) + (rows.to(gl.int64) * row_a + low * k_a) * 4
-    made = (gl.expand_dims(of_rows, 1) + nothing,)
+    of_rows = gl.expand_dims((rows * row_a + low * k_a).to(gl.int32) * 4, 1) + gl.zeros(
+        [64, 8], gl.int32, BLOCK8
+    )
+    made = (in_block(gl.cast(at_a, gl.int64)), in_block(gl.cast(at_b, gl.int64)), of_rows)
     for i in gl.static_range(3):
         column = gl.minimum(col // 128 + i, (shape[1] - 1) // 128) * 128 // EVERY_N
-        made += (nothing + (gl.cast(at_b, gl.int64) + (gl.cast(column, gl.int64) * row_b + low * k_b) * 4),)  # type: ignore[assignment]
-    return made + ((nothing + k_a) * 4, (nothing + k_b) * 4, in_block(16 - col % 128 // 8))  # noqa: RUF005
+        made += (in_block((column * row_b + low * k_b).to(gl.int32) * 4),)  # type: ignore[assignment]
+    made += (in_block(gl.cast(k_a, gl.int32) * 4), in_block(gl.cast(k_b, gl.int32) * 4))  # type: ignore[assignment]
+    return made + (in_block(16 - col % 128 // 8),)  # noqa: RUF005
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -452,12 +452,13 @@ def consume(
                 SWAP, EACH, BUFFERS, PART, BARRIERS_AT,
             )  # fmt: skip
         scales = ()
+        APART: gl.constexpr = 0 if EVERY is None else EVERY[2]
         if EVERY is not None:
             scales = scales_of(step_args, row + FIRST, col, (end, shape[1]), first_k, EVERY[0], EVERY[1])
         acc = sum_steps(
             (heads[0], heads[1] + 8 * skipped), ring, steps, stage, phase, tile[0], width,
-            (turn_at(GROUP, BARRIERS_AT), turn, turn_at(1 - GROUP, BARRIERS_AT)), scales, KIND, PROMOTES, X_ROWS, FIRST,
-            OWN, WIDTHS, PART, FORMAT, X_FORM, Y_FORM, PINGPONG, BARRIERS_AT,
+            (turn_at(GROUP, BARRIERS_AT), turn, turn_at(1 - GROUP, BARRIERS_AT)), scales, KIND, PROMOTES, APART, X_ROWS,
+            FIRST, OWN, WIDTHS, PART, FORMAT, X_FORM, Y_FORM, PINGPONG, BARRIERS_AT,
         )  # fmt: skip
         if PINGPONG:
             turn = turn ^ 1
@@ -573,7 +574,8 @@ def gemm_any_width(
             type; None if it reads none.
         SECOND: the same number, where the matrix is a second result; otherwise None.
         KIND, PROMOTES, WIDTHS: see `multiply_steps`.
-        EVERY: rows of A and columns of B that share a scale along K; None if there are no such scales.
+        EVERY: rows of A and columns of B that share a scale along K, and a divisor of N; None if there are no such
+            scales.
         RING_ROWS: rows of all stages, at least.
         GROUPS: warpgroups that multiply: 1, 2 or 3; 2 with PINGPONG.
         CLUSTERED: whether the programs that have the parts of a tile are a cluster, see `any_width_cluster`.

@@ -8,6 +8,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 
 from .any_width_packed import StageFormat
+from .any_width_scales import SPAN, WIDEST_PIECE, Scales, scaled_sums, starts_of
 from .any_width_sparse import SparseStage
 from .any_width_stage import HEAD, x_bytes, y_blocks_of, zeroed
 from .dialect import value_of
@@ -82,13 +83,14 @@ def switch(index, values, cases):
     )
 
 
-def _products(sums, KIND, turned, adds):
+def _products(sums, KIND, turned, adds, y_skipped=0):
     """Assembly that begins a step's products of the blocks that registers x and y describe.
 
     Args:
         sums: for each 64 rows of X the registers of the sums.
         KIND, turned: see `multiply_steps`; `turned` is of X and of Y.
         adds: whether the step is added to what the registers have: a predicate, or 0.
+        y_skipped: where Y's columns begin in its block, in units of 16 bytes.
     """
     # A fourth of a step along K is 32 bytes further, or 16 rows; in units of 16 bytes.
     x_step, y_step = (128 if each else 2 for each in turned)
@@ -101,7 +103,7 @@ def _products(sums, KIND, turned, adds):
             # 64 rows of 128 bytes are 512 units in every form.
             lines.append(
                 f"add.s32 own, x, {512 * row + i * x_step}; mov.b64 own_x, {{own, {HEAD}}};"
-                f"add.s32 own, y, {i * y_step}; mov.b64 own_y, {{own, {HEAD}}};"
+                f"add.s32 own, y, {y_skipped + i * y_step}; mov.b64 own_y, {{own, {HEAD}}};"
                 f"wgmma.mma_async.sync.aligned.m64n{2 * len(registers)}k{16 if wide else 32}.f32.{KIND}"
                 f" {{{', '.join(registers)}}}, own_x, own_y, {'1' if i else adds}, 1, 1{behind};"
             )
@@ -122,86 +124,33 @@ def _step(sums, KIND, turned):
     )
 
 
-def _promoted_step(sums, KIND, spans):
+def _promoted_step(sums, KIND, places, scales):
     """As `_step`, but the products have separate registers, which are then added to the accumulator.
 
-    Other warpgroups multiply meanwhile.
+    Other warpgroups multiply meanwhile. A wide tile's step has two pieces, which share these registers.
 
     Args:
-        spans: how many spans of columns a tile can touch, see `scales_of`; 0 if there are no scales.
+        places: assembly that finds the step's blocks.
+        scales: by which the sums are multiplied before, see `Scales`; None if there are none.
     """
-    own = [
-        [f"n{len(registers) * row + i}" for i in range(len(registers))] for row, registers in enumerate(sums)
-    ]
-    pieces = list(zip(sums, own, strict=True))
-    if spans:
-        before, added = _scales(spans), "".join(_scaled_sums(*piece) for piece in pieces)
-    else:
-        before = ""
-        added = "".join(f"add.f32 {x}, {x}, {y};" for piece in pieces for x, y in zip(*piece, strict=True))
-    return (
-        f"{{ .reg .f32 n<{sum(map(len, own))}>; {_products(own, KIND, (False, False), '0')} {before}"
-        f"wgmma.wait_group.sync.aligned 0; {releasing('at')} {added} }}"
-    )
-
-
-def _scales(spans):
-    """Assembly that multiplies the scales of a thread's two rows by those of all spans, and loads the next step's."""
-    return (
-        "".join(f"mul.f32 both{i}{j}, row{i}, col{j};" for i in range(2) for j in range(spans))
-        + "setp.gt.s32 more, left, 1;"
-        + "".join(
-            f"add.s64 at_{kind}{i}, at_{kind}{i}, {kind}_step; @more ld.global.f32 {kind}{i}, [at_{kind}{i}];"
-            for kind, count in (("row", 2), ("col", spans))
-            for i in range(count)
-        )
-    )
-
-
-def _scaled_sums(totals, numbers):
-    """Assembly that multiplies a step's numbers by their scales and adds them.
-
-    The two blocks of 8 columns of a pair have the same scale, since tiles begin at multiples of 16. The tile's first
-    span has `ahead` blocks, 2 to 16. Where a pair belongs to the next span, all bits of its register `beyond` are set.
-    """
-    lines = []
-    # A pair has 8 numbers of a thread, and a span has 8 pairs.
-    for first in range(0, len(totals), 8):
-        # The first of 8 pairs never belongs to the next span.
-        span, pair = divmod(first // 8, 8)
-        scales = [f"both{row}{span}" for row in range(2)]
-        if pair:
-            # Where bits of `beyond` are set, those of the next span's scale; otherwise those of this span's.
-            lines += [
-                f"lop3.b32 scale{row}, beyond{pair}, both{row}{span + 1}, both{row}{span}, 0xCA;"
-                for row in range(2)
-            ]
-            scales = ["scale0", "scale1"]
-        lines += [
-            f"fma.rn.f32 {totals[i]}, {numbers[i]}, {scales[i // 2 % 2]}, {totals[i]};"
-            for i in range(first, first + 8)
-        ]
-    return "".join(lines)
-
-
-def _scales_of(first, spans):
-    """Assembly that declares the registers for scales, and loads those of the first step.
-
-    Args:
-        first: the number of the first register of `scales_of`'s result.
-    """
-    at = {"row0": first, "row1": first + 2} | {f"col{j}": first + 4 + 4 * j for j in range(spans)}
-    loads = "".join(f"mov.b64 at_{name}, ${i}; ld.global.f32 {name}, [at_{name}];" for name, i in at.items())
-    return (
-        ".reg .pred less; .reg .f32 row0, row1, col0, col1, col2, scale0, scale1; .reg .b32 beyond<8>;"
-        ".reg .f32 both00, both01, both02, both10, both11, both12;"
-        ".reg .b64 at_row0, at_row1, at_col0, at_col1, at_col2, row_step, col_step; .reg .b32 ahead;"
-        f"mov.b64 row_step, ${first + 16}; mov.b64 col_step, ${first + 20}; mov.b32 ahead, ${first + 24}; {loads}"
-        + "".join(
-            f"setp.le.s32 less, ahead, {2 * pair}; selp.b32 beyond{pair}, -1, 0, less;"
-            for pair in range(1, 8)
-        )
-    )
+    width = 2 * len(sums[0])
+    piece = SPAN if scales and width > WIDEST_PIECE else width
+    own = [[f"n{piece // 2 * row + i}" for i in range(piece // 2)] for row in range(len(sums))]
+    text = f".reg .f32 n<{piece // 2 * len(sums)}>; {places}"
+    for col in range(0, width, piece):
+        is_last = col + piece == width
+        # 8 columns are 64 units of 16 bytes.
+        text += _products(own, KIND, (False, False), "0", y_skipped=8 * col)
+        if scales:
+            text += scales.of_piece(col // SPAN, piece, is_last)
+        text += f"wgmma.wait_group.sync.aligned 0; {releasing('at') if is_last else ''}"
+        for row, numbers in zip(sums, own, strict=True):
+            totals = row[col // 2 : (col + piece) // 2]
+            if scales:
+                text += scaled_sums(totals, numbers, col // SPAN, starts_of(piece, scales.apart))
+            else:
+                text += "".join(f"add.f32 {x}, {x}, {y};" for x, y in zip(totals, numbers, strict=True))
+    return f"{{ {text} }}"
 
 
 def _tail(registers, width, part):
@@ -223,7 +172,7 @@ def _tail(registers, width, part):
 @builtin
 def multiply_steps(
     full, stage, phase, stages, steps, head_x, head_y, y_rows, width, turn, scales, X_ROWS, FIRST, OWN, KIND,
-    PROMOTES, FORMAT, X_FORM, Y_FORM, WIDTHS, PART, PINGPONG, _semantic=None,
+    PROMOTES, APART, FORMAT, X_FORM, Y_FORM, WIDTHS, PART, PINGPONG, _semantic=None,
 ):  # fmt: skip
     """The K loop of a warpgroup: the sum of the products of some rows of X and `width` of Y, of at least one step.
 
@@ -242,6 +191,7 @@ def multiply_steps(
         KIND: the types of X and of Y, as PTX names them, with a point between them.
         scales: what `scales_of` gives for steps that are multiplied by scales, which are promoted; (), where none is.
         PROMOTES: whether each step is summed separately and then added. Tensor cores sum fp8 with 14 bits.
+        APART: see `any_width_scales.starts_of`; any number without scales.
         FORMAT: of a packed or sparse weight, which is X; see `any_width_stage.Stage`. Otherwise None.
         X_FORM, Y_FORM: the forms of the operands.
         WIDTHS: what `width` may be, in the order of the code for each.
@@ -271,13 +221,23 @@ def multiply_steps(
         f"@wraps mov.b32 stage, 0; @wraps mov.b32 at, {full_}; @wraps mov.b32 x, {x_}; @wraps mov.b32 y, {y_};"
         "@wraps xor.b32 phase, phase, 1; sub.s32 left, left, 1; setp.gt.s32 more, left, 0;"
     )
+    places = begin_places = ""
+    if value_of(PROMOTES) and format is None:
+        go_on = (
+            f"add.s32 at, at, 8; setp.ge.s32 wraps, at, end; @wraps mov.b32 at, {full_};"
+            "@wraps xor.b32 phase, phase, 1; sub.s32 left, left, 1; setp.gt.s32 more, left, 0;"
+        )
+        places = f"mad.lo.s32 x, at, {rows}, first_x; mad.lo.s32 y, at, {y_rows_}, first_y;"
+        begin_places = (
+            f".reg .b32 first_x, first_y, end; mad.lo.s32 end, {stages_}, 8, {full_};"
+            f"mul.lo.s32 first_x, {full_}, {rows}; sub.s32 first_x, {x_}, first_x;"
+            f"mul.lo.s32 first_y, {full_}, {y_rows_}; sub.s32 first_y, {y_}, first_y;"
+        )
     own_turn, turns = "", ""
     if value_of(PINGPONG):
         own_turn = f"{{ {WAIT.format(barrier=turn_at, phase=turn_phase)} }}"
         turns = f"elect.sync _|one, 0xffffffff; @one mbarrier.arrive.shared::cta.b64 _, [{next_turn}];"
     arrived, kind = WAIT.format(barrier="at", phase="phase"), value_of(KIND)
-    # A tile may begin within a span.
-    spans = 1 + -(-max(widths) // 128) if len(scales) else 0
     cases = []
     registers = [[f"${first + i}" for i in range(size)] for first in range(0, numbers, size)]
     for each in widths:
@@ -288,16 +248,18 @@ def multiply_steps(
             cases.append(f"{{ {own_turn} {format.steps(*given)} }}")
             continue
         if value_of(PROMOTES):
-            step, last = _promoted_step(sums, kind, spans), turns + ends
+            scaling = Scales(numbers + 48, steps_, each, value_of(APART)) if len(scales) else None
+            begins = scaling.begin() if scaling else ""
+            step, last = _promoted_step(sums, kind, places, scaling), turns + ends
         else:
-            step = _step(sums, kind, turned)
+            begins, step = "", _step(sums, kind, turned)
             last = f"{turns} wgmma.wait_group.sync.aligned 0; {releasing('before')} {ends}"
-        cases.append(f"{{ {own_turn}\nSTEP: {arrived} {step} {go_on} @more bra.uni STEP; {last} }}")
-    before = _scales_of(numbers + 48, spans) if spans else ""
+        cases.append(f"{{ {own_turn} {begins}\nSTEP: {arrived} {step} {go_on} @more bra.uni STEP; {last} }}")
+    before = ""
     if format is not None:
         before = format.begin(rows, value_of(FIRST), stages_, y_rows_)
     constraints = ["=&f"] * numbers + ["r"] * 48
-    constraints += ["l"] * 24 + ["r"] * 4 if spans else []
+    constraints += ["l"] * 8 + ["r"] * 28 if len(scales) else []
     made = gl.inline_asm_elementwise(
         f"{{ {before}"
         ".reg .pred adds, done, one, wraps, more; .reg .b64 own_x, own_y;"
@@ -305,7 +267,7 @@ def multiply_steps(
         f"mov.b32 stage, {stage_}; mov.b32 phase, {phase_}; mov.b32 left, {steps_}; setp.ne.s32 adds, 0, 0;"
         f"mad.lo.s32 at, stage, 8, {full_}; add.s32 before, {full_}, {NOWHERE}; mad.lo.s32 x, stage, {x_block}, {x_};"
         f"mul.lo.s32 y_rows, {y_rows_}, {8 * y_blocks_of(format)}; mad.lo.s32 y, stage, y_rows, {y_};"
-        f"{zeroed(registers)}{switch(width_, widths, cases)} }}",
+        f"{begin_places}{zeroed(registers)}{switch(width_, widths, cases)} }}",
         ",".join(constraints),
         [full, stage, phase, stages, steps, head_x, head_y, y_rows, width, *turn, *scales],
         dtype=[gl.float32] * (numbers // 4), is_pure=False, pack=4, _semantic=_semantic,

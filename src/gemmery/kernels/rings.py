@@ -193,7 +193,12 @@ def halves_beside(block):
 
 @gluon.jit
 def upright(acc, SWAP: gl.constexpr, PAIRED: gl.constexpr):
-    """A subtile's accumulator as the output has it; arguments are those of `finish`. No number moves."""
+    """A subtile's accumulator as the output has it. No number moves.
+
+    Args:
+        SWAP: whether the accumulator is transposed.
+        PAIRED: see `finish`.
+    """
     block = acc.permute((1, 0)) if SWAP else acc
     if PAIRED:
         block = halves_beside(block)
@@ -224,29 +229,23 @@ def applied(
 
 @gluon.jit
 def finish(
-    acc, out, staged, args, shape, row, col, EPILOGUE: gl.constexpr, CAST: gl.constexpr, SWAP: gl.constexpr,
-    PAIRED: gl.constexpr,
+    acc, out, staged, args, shape, row, col, EPILOGUE: gl.constexpr, CAST: gl.constexpr, PAIRED: gl.constexpr
 ):  # fmt: skip
-    """Epilogue and store of a tile's accumulator, in subtiles as large as the output's descriptor takes them.
+    """Epilogue and store of a tile's transposed accumulator, in subtiles as large as the output's descriptor takes.
 
     Args:
         staged: shared memory for a subtile.
         shape: (end of the rows, columns of the product, ...).
         CAST: `cast(value, dtype)` rounds what the epilogue returns.
-        SWAP: whether the accumulator is transposed.
         PAIRED: whether two columns of the product make one of the output; they are in the accumulator by eights.
     """
-    DIM: gl.constexpr = 0 if SWAP else 1
-    if acc.shape[1] > out.block_type.shape[DIM]:
+    if acc.shape[1] > out.block_type.shape[0]:
         HALF: gl.constexpr = acc.shape[1] // 2
         left, right = column_halves(acc)
-        finish(left, out, staged, args, shape, row, col, EPILOGUE, CAST, SWAP, PAIRED)
-        if SWAP:
-            finish(right, out, staged, args, shape, row + HALF, col, EPILOGUE, CAST, SWAP, PAIRED)
-        else:
-            finish(right, out, staged, args, shape, row, col + HALF, EPILOGUE, CAST, SWAP, PAIRED)
+        finish(left, out, staged, args, shape, row, col, EPILOGUE, CAST, PAIRED)
+        finish(right, out, staged, args, shape, row + HALF, col, EPILOGUE, CAST, PAIRED)
     else:
-        value = CAST(applied(upright(acc, SWAP, PAIRED), args, shape, row, col, EPILOGUE, PAIRED), out.dtype)
+        value = CAST(applied(upright(acc, True, PAIRED), args, shape, row, col, EPILOGUE, PAIRED), out.dtype)
         tma.store_wait(0)
         staged.store(value)
         hopper.fence_async_shared()

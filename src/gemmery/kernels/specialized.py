@@ -1,13 +1,11 @@
 """The matrix product with specialized warps: one loads, and warpgroups multiply, each at its own pace.
 
 For Hopper, in Gluon. A warpgroup, which is four warps, multiplies 64 rows of what the tensor cores take on their left.
-Between two products it has work to do on its own: it unpacks a weight's words, or multiplies a step's product by its
-scales and adds it to the sum. Warpgroups do not wait for each other, so the tensor cores work for one while the other
-does that. This is how CUTLASS's mixed-input kernels and DeepGEMM (github.com/deepseek-ai/DeepGEMM) keep the tensor
-cores busy.
+Between two products it unpacks a weight's words. Warpgroups do not wait for each other, so the tensor cores work for
+one while the other does that. This is how CUTLASS's mixed-input kernels keep the tensor cores busy.
 
 The warp that loads (`produce`) and the warpgroups (`consume`) share the `ring`: blocks of A and B for each stage of the
-pipeline, of the group parameters of a packed weight where there are any, which are its scales and shifts, and for each
+pipeline, of the weight's group parameters where there are any, which are its scales and shifts, and for each
 stage two barriers. `full` is complete when all blocks have arrived, `free` when all warpgroups that use them have.
 
 MULTIPLY is the K loop of a warpgroup,
@@ -17,17 +15,16 @@ MULTIPLY is the K loop of a warpgroup,
         PAIRED, TURNS,
     ) -> (acc, stage, phase)
 
-from `first_k` to `last_k`; `multiply_packed` and `multiply_scaled` are made into it by fixing their last parameters.
-With SWAP it gives the transposed product, and the warpgroups divide the tile's columns between them, otherwise its
-rows.
+from `first_k` to `last_k`; `multiply_packed` is made into it by fixing its last parameters. It gives the transposed
+product, and the warpgroups divide the tile's columns between them.
 
-In a tile of 64 columns of a packed weight, each warpgroup has all columns, and they take turns along K, a step each.
+In a tile of 64 columns, each warpgroup has all columns, and they take turns along K, a step each.
 In the end the first one adds the other one's sum to its own. So there are enough tiles for all multiprocessors where
 tiles of 128 columns would have to be cut along K between programs. The parts of such tiles meet in memory, which takes
 up to a tenth of the time with few rows. Each stage belongs to one warpgroup, so the number of stages must be even: a
 barrier only tells the parity of uses, and a warpgroup that is ahead would mistake the other one's use for its own.
 
-With PAIRED the columns of a tile come from both halves of a packed weight, and two of them make one of the output.
+With PAIRED the columns of a tile come from both halves of the weight, and two of them make one of the output.
 
 `shape` and `state` say what there is to do, see `rings`.
 """
@@ -43,7 +40,6 @@ from .packed import of_rows
 from .rings import (
     READ_ONCE,
     begin_roles,
-    beside,
     combine,
     finish,
     following,
@@ -142,10 +138,8 @@ def load(
         _load(a, [row, k], arrived, a_blocks.index(stage))
         if PAIRED:
             load_b(b, [0, col // 32, k // (2 * PER), 0], arrived, b_blocks.index(stage), STREAM)
-        elif PER > 0:
-            load_b(b, [col // 16, k // (2 * PER), 0], arrived, b_blocks.index(stage), STREAM)
         else:
-            load_b(b, [col, k], arrived, b_blocks.index(stage), STREAM)
+            load_b(b, [col // 16, k // (2 * PER), 0], arrived, b_blocks.index(stage), STREAM)
         stage, phase = following(stage, phase, STAGES)
     return stage, phase
 
@@ -159,7 +153,7 @@ def produce(
     """Loads what `consume` multiplies, in the same order.
 
     Args:
-        PER, GROUP: numbers in a word of B, 0 if it is not packed, and along K with one scale, 0 if there are none.
+        PER, GROUP: numbers in a word of B, and along K with one scale, 0 if there are none.
     """
     tiles, tail_units = state[0], state[1]
     stage = gl.to_tensor(0)
@@ -395,95 +389,6 @@ def multiply_packed(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Block scales
-
-
-@gluon.jit
-def add_scaled(acc, product, scale):
-    """`acc + product * scale`, with a scale per row, before the next product.
-
-    The compiler would postpone the sums until more products are in flight, for which there are no registers.
-    """
-    return gl.inline_asm_elementwise(
-        "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", [product, gl.expand_dims(scale, 1), acc],
-        dtype=gl.float32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def scale_of_columns(pointer, col, stride, EVERY: gl.constexpr, N, more):
-    """The one scale of up to 128 columns from `col` on; those of a tile's second half may be beyond the matrix."""
-    return gl.load(pointer + gl.cast(col // EVERY, gl.int64) * stride, mask=more & (col < N), other=0.0)
-
-
-@gluon.jit
-def multiply_scaled(
-    ring, step_args, shape, row, col, first_k, last_k, stage, phase, WARPGROUP: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
-    PAIRED: gl.constexpr, TURNS: gl.constexpr, EVERY_M: gl.constexpr, EVERY_N: gl.constexpr,
-):  # fmt: skip
-    """64 rows of a tile, from `first_k` to `last_k`: each step's product is scaled before it is added.
-
-    A tile of 256 columns is summed in two halves, in turn: a step's product then takes half the registers.
-    Columns are never `PAIRED`, and warpgroups do not take `TURNS`.
-
-    Args:
-        step_args: the block scales, as `scales` takes them, of a step of K each.
-        EVERY_M, EVERY_N: rows and columns that share a scale; the latter in multiples of 128.
-    """
-    M, N = shape[0], shape[1]
-    low = first_k // BLOCK_K
-    a_blocks, b_blocks, _, _, full, free = ring
-    at_a, _, row_a, step_a, at_b, _, row_b, step_b = step_args
-    HALVED: gl.constexpr = BLOCK_N > 128
-    COLS: gl.constexpr = BLOCK_N // 2 if HALVED else BLOCK_N
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS, 32])
-    rows = row + ROWS * WARPGROUP + gl.arange(0, ROWS, gl.SliceLayout(1, ACC))
-    inside = rows < M
-    of_rows = at_a + (rows // EVERY_M).to(gl.int64) * row_a + gl.cast(low, gl.int64) * step_a
-    of_columns = at_b + gl.cast(low, gl.int64) * step_b
-    acc = gl.zeros([ROWS, COLS], gl.float32, ACC)
-    rest = gl.zeros([ROWS, COLS], gl.float32, ACC)
-    product = gl.zeros([ROWS, COLS], gl.float32, ACC)
-    left = gl.load(of_rows, mask=inside, other=0.0)
-    right = scale_of_columns(of_columns, col, row_b, EVERY_N, N, True)
-    right_rest = scale_of_columns(of_columns, col + COLS, row_b, EVERY_N, N, True) if HALVED else right
-    for k in range(first_k, last_k, BLOCK_K):
-        scale = left * right
-        scale_rest = left * right_rest
-        # A step ahead, so that they are there when they are needed.
-        more = k + BLOCK_K < last_k
-        of_rows += step_a
-        of_columns += step_b
-        left = gl.load(of_rows, mask=inside & more, other=0.0)
-        right = scale_of_columns(of_columns, col, row_b, EVERY_N, N, more)
-        if HALVED:
-            right_rest = scale_of_columns(of_columns, col + COLS, row_b, EVERY_N, N, more)
-        mbarrier.wait(full.index(stage), phase)
-        x = a_blocks.index(stage).slice(ROWS * WARPGROUP, ROWS)
-        y = b_blocks.index(stage)
-        if HALVED:
-            product = hopper.warpgroup_mma(
-                x, y.slice(0, COLS).permute((1, 0)), product, use_acc=False, is_async=True
-            )
-            product = hopper.warpgroup_mma_wait(0, deps=[product])
-            acc = add_scaled(acc, product, scale)
-            product = hopper.warpgroup_mma(
-                x, y.slice(COLS, COLS).permute((1, 0)), product, use_acc=False, is_async=True
-            )
-            product = hopper.warpgroup_mma_wait(0, deps=[product])
-            mbarrier.arrive(free.index(stage))
-            rest = add_scaled(rest, product, scale_rest)
-        else:
-            product = hopper.warpgroup_mma(x, y.permute((1, 0)), product, use_acc=False, is_async=True)
-            product = hopper.warpgroup_mma_wait(0, deps=[product])
-            mbarrier.arrive(free.index(stage))
-            acc = add_scaled(acc, product, scale)
-        stage, phase = following(stage, phase, STAGES)
-    return beside(acc, rest) if HALVED else acc, stage, phase
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # After the K loop
 
 
@@ -511,7 +416,7 @@ def joined(acc, meeting, parity, WARPGROUP: gl.constexpr):
 def consume(
     out, staging, ring, meeting, step_args, args, workspace, shape, state, WARPGROUP: gl.constexpr, PLACE: gl.constexpr,
     TAIL_PLACE: gl.constexpr, MULTIPLY: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr, BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, BAND_M: gl.constexpr, STAGES: gl.constexpr, SWAP: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, BAND_M: gl.constexpr, STAGES: gl.constexpr,
     PAIRED: gl.constexpr, SPLIT: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup's part of the work: first of whole tiles, then of parts along K."""
@@ -520,8 +425,7 @@ def consume(
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     parity = gl.to_tensor(0)
-    DOWN: gl.constexpr = 0 if SWAP else ROWS * WARPGROUP
-    RIGHT: gl.constexpr = ROWS * WARPGROUP if SWAP and not TURNS else 0
+    RIGHT: gl.constexpr = 0 if TURNS else ROWS * WARPGROUP
     # The index of the piece of a tile that this warpgroup finishes, and the number of pieces.
     PIECE: gl.constexpr = 0 if TURNS else WARPGROUP
     PIECES: gl.constexpr = 1 if TURNS else WARPGROUPS
@@ -535,7 +439,7 @@ def consume(
         if TURNS:
             acc, parity = joined(acc, meeting, parity, WARPGROUP)
         if PIECE == WARPGROUP:
-            finish(acc, out, staged, args, (end, N), row + DOWN, col + RIGHT, EPILOGUE, CAST, SWAP, PAIRED)
+            finish(acc, out, staged, args, (end, N), row, col + RIGHT, EPILOGUE, CAST, PAIRED)
     if SPLIT:
         partials, semaphores = workspace
         unit = gl.program_id(0)
@@ -552,9 +456,7 @@ def consume(
                 semaphore = semaphores + tile * PIECES + PIECE
                 acc, done = combine(acc, unit, tile * parts, 1, parts, partials, semaphore, PIECE, PIECES)
                 if done:
-                    finish(
-                        acc, out, staged, args, (end, N), row + DOWN, col + RIGHT, EPILOGUE, CAST, SWAP, PAIRED,
-                    )  # fmt: skip
+                    finish(acc, out, staged, args, (end, N), row, col + RIGHT, EPILOGUE, CAST, PAIRED)
     tma.store_wait(0)
 
 
@@ -578,8 +480,8 @@ def gemm_specialized(
     a, b, out, M, N, K, tiles, tail_units, parts, part_k, place_args, step_args, args, workspace,
     PLACE: gl.constexpr, TAIL_PLACE: gl.constexpr, MULTIPLY: gl.constexpr, EPILOGUE: gl.constexpr, CAST: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, BAND_M: gl.constexpr, STAGES: gl.constexpr,
-    PER: gl.constexpr, GROUP: gl.constexpr, SWAP: gl.constexpr, PAIRED: gl.constexpr, STREAM: gl.constexpr,
-    ROTATE: gl.constexpr, TURNS: gl.constexpr, OVERLAPS: gl.constexpr, SOURCE: gl.constexpr,
+    PER: gl.constexpr, GROUP: gl.constexpr, PAIRED: gl.constexpr, STREAM: gl.constexpr, ROTATE: gl.constexpr,
+    TURNS: gl.constexpr, OVERLAPS: gl.constexpr, SOURCE: gl.constexpr,
 ):  # fmt: skip
     """As many programs as run at once, each taking every num_programs-th of the first `tiles` tiles, which stay whole.
 
@@ -587,13 +489,13 @@ def gemm_specialized(
     program; see `rings`.
 
     Args:
-        a, b, out: descriptors: of blocks of A (M, K), of B's transpose (N, K) or of its words, and of subtiles of a
+        a, b, out: descriptors: of blocks of A (M, K), of the words of B's transpose (N, K), and of subtiles of a
             warpgroup's part of the output.
         place_args, step_args, args: run-time arguments of PLACE and TAIL_PLACE, of MULTIPLY, and of the epilogue.
         workspace: (partials, semaphores): memory for an fp32 tile a part, and zeros, one a cut tile and warpgroup that
             finishes a piece of it, which are zeros again afterwards. None if no tile is cut.
         CAST: `cast(value, dtype)` rounds what the epilogue returns.
-        PER: numbers in a word of B, 0 if it is not packed.
+        PER: numbers in a word of B.
         GROUP: numbers along K with one scale, 0 if there are none.
         STREAM: whether B is read once and leaves L2 first.
         ROTATE: whether columns of tiles begin at different steps along K; see `load`.
@@ -635,7 +537,7 @@ def gemm_specialized(
         consume,
         (out, staging, ring, meeting, step_args, args, workspace, shape, state),
         (
-            PLACE, TAIL_PLACE, MULTIPLY, EPILOGUE, CAST, BLOCK_M, BLOCK_N, BLOCK_K, BAND_M, STAGES, SWAP, PAIRED, SPLIT,
+            PLACE, TAIL_PLACE, MULTIPLY, EPILOGUE, CAST, BLOCK_M, BLOCK_N, BLOCK_K, BAND_M, STAGES, PAIRED, SPLIT,
             TURNS,
         ),
         produce,

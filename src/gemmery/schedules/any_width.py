@@ -16,6 +16,7 @@ import torch
 from ..formats.packing import STRIP
 from ..formats.scaled import BLOCK
 from ..kernels.any_width_load import LAST_ROW
+from ..kernels.any_width_scales import SPAN
 from ..operands import Dense, Ragged
 from ..operands.pair import Pair
 from ..operands.scaled import Scaled
@@ -38,6 +39,7 @@ from .any_width_tile import (
     SCALED,
     SHARED_ROWS,
     SHARING,
+    WHOLE_SPANS,
     Numbers,
     Rules,
     Tile,
@@ -60,7 +62,7 @@ MOST_K = (1 << 31) - 1024
 #: The height of bands if several are in flight.
 LOW_BAND = 2
 #: Numbers of an accumulator if a step's sum has separate registers.
-_PROMOTED = (PROMOTED, SCALED)
+_PROMOTED = (PROMOTED, SCALED, WHOLE_SPANS)
 
 
 class AnyWidth(PersistentStatic):
@@ -130,7 +132,10 @@ class AnyWidth(PersistentStatic):
         added = (np.asarray(rows) > 1) | (p.epilogue != "add_row")
         # An epilogue's matrix needs warpgroups that share no rows.
         matrix = (x % ROWS == 0) | (p.fusion is None or p.fusion.matrix is None)
-        return np.asarray(added & matrix)
+        if not p.b.by_steps or p.N % SPAN == 0:
+            return np.asarray(added & matrix)
+        most = np.array([0, *(2 * each for each in SCALED.by_groups.values())])
+        return np.asarray(added & matrix & (config.block_n <= most[np.asarray(config.num_warps) // 4]))
 
     def repeats(self, problem: Problem, rows: Ints, config: Config | Space) -> np.ndarray:
         """See `Schedule.repeats`; `any_width.corner` moves the last tiles, and their last parts may overlap."""
@@ -149,8 +154,8 @@ class AnyWidth(PersistentStatic):
 
     def code(self, config: Config, forms: Forms) -> object:
         tile = self.tile(config)
-        # Here kernels differ by their widths. Promoted or scaled fp8 has fewer of them.
-        numbers = rules_of(forms.packed).numbers
+        # Here kernels differ by their widths. Promoted fp8 has fewer of them.
+        numbers = WHOLE_SPANS if forms.by_steps else rules_of(forms.packed).numbers
         widths = tile.widths(forms.packed, forms_of(config.swap, forms)[1], numbers)
         return config.swap, config.block_k, tile.x, tile.groups, widths
 
@@ -203,7 +208,7 @@ class AnyWidth(PersistentStatic):
         if self.tile(c).own > rules.own:
             return f"{rules.about} needs {rules.own} rows for each warpgroup"
         widest = self.tile(c).widest(numbers)
-        if self.tile(c).y > widest:
+        if not self.tile(c).fits(numbers):
             kind = (
                 "fp8 that is promoted or scaled"
                 if numbers in _PROMOTED
@@ -338,10 +343,20 @@ def _operands_suit(problem: Problem) -> bool:
         return False
     if not isinstance(a, Scaled) or not isinstance(b, Scaled):
         return isinstance(a, Dense) and type(b) in (Dense, Pair)
-    # The kernel's assembly loads fp32.
-    scales = all(operand.scale.dtype == torch.float32 for operand in (a, b))
+    # The kernel's assembly loads fp32, and has offsets of 32 bits.
+    rows = (problem.M, problem.N)
+    scales = all(
+        x.scale.dtype == torch.float32 and _last_byte(x, size, problem.K) <= MOST_K
+        for x, size in zip((a, b), rows, strict=True)
+    )
     blocks = b.by_steps and b.step == BLOCK and b.every % BLOCK == 0 and not problem.paired
     return scales and blocks and problem.N % SCALED.each == 0
+
+
+def _last_byte(operand: Scaled, rows: int, K: int) -> int:
+    """Where the last scale of so many rows or columns is, in bytes from the first."""
+    scale = operand.scale
+    return 4 * ((rows - 1) // operand.every * abs(scale.row) + (K - 1) // operand.step * abs(scale.col))
 
 
 def _batch_suits(problem: Problem) -> bool:

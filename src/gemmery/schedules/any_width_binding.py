@@ -426,6 +426,7 @@ def source() -> str:
         any_width_order,
         any_width_packed,
         any_width_places,
+        any_width_scales,
         any_width_sparse,
         any_width_stage,
         decoders,
@@ -436,7 +437,7 @@ def source() -> str:
     return digest(
         any_width, any_width_acc, any_width_cluster, any_width_cut, any_width_finish, any_width_given,
         any_width_groups, any_width_load, any_width_loop, any_width_order, any_width_packed, any_width_places,
-        any_width_sparse, any_width_stage, decoders, rings, shards,
+        any_width_scales, any_width_sparse, any_width_stage, decoders, rings, shards,
     )  # fmt: skip
 
 

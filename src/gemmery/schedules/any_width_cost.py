@@ -8,14 +8,15 @@ Its numbers are fitted to times of random products on an H200
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from ..kernels.any_width_scales import SPAN, WIDEST_PIECE
 from ..kernels.any_width_stage import LINE_BYTES, own_rows
 from .any_width_edge import Edges
-from .base import triton_version
 from .binding import promotes
 from .cost import FILL, FILLED, FUNCTION, Costs, Floats, Given, Stream, calls_of, fitted, thin_seconds
 from .persistent_static import Work
@@ -35,12 +36,11 @@ TURNED = 20.0
 IN_TURNS = 0.98
 #: The factor of the products' time if each step's sum is promoted, and if it is also scaled; for 1, 2 and 3
 #: warpgroups, since the others multiply while one adds.
-PROMOTING, SCALING = (1.57, 1.14, 1.04), (1.40, 1.05, 1.09)
-#: The columns whose products take as long as a step with scales waits (`any_width_scales-mixed`).
-SCALED_EDGE = 27.0
-#: By version of Triton, the slowdown of products with scales in a kernel that can cut tiles along K, in which ptxas
-#: allocates other registers (`any_width_scales-mixed`); of other versions.
-SCALED_CUT, OTHERS_CUT = {"3.9": 1.07}, 1.02
+PROMOTING, SCALING = (1.57, 1.14, 1.04), (1.41, 1.05, 0.98)
+#: With scales: the columns of a piece whose products take as long as its step waits, the factor's increase for each
+#: halving of the columns that are known to have the same scale, and the slowdown of a kernel that can cut tiles along
+#: K. Fitted to 34 random products with SCALING (`scaled_tiles-mixed-triton3.9`).
+SCALED_EDGE, MASKING, SCALED_CUT = 21.0, 0.023, 1.04
 #: For products with a 2:4 sparse weight: their time as a part of that of dense ones, if only Y is read from shared
 #: memory; and seconds at a launch's start for each warpgroup but the first, with kept numbers of 16 and of 8 bits.
 SPARSE, SPARSE_GROUP, SPARSE8_GROUP = 0.41, 0.5e-6, 0.95e-6
@@ -304,8 +304,10 @@ def _summing(problem: Problem, space: Space, groups: Floats, y: Floats) -> Float
     if not problem.b.by_steps:
         by_groups = PROMOTING if promotes(problem) else (1.0, 1.0, 1.0)
         return np.asarray(np.asarray(by_groups)[groups - 1])
-    cut = np.where(space.split_k > 1, SCALED_CUT.get(triton_version(), OTHERS_CUT), 1.0)
-    return np.asarray((np.asarray(SCALING)[groups - 1] + SCALED_EDGE / y) * cut)
+    piece = np.where(y > WIDEST_PIECE, SPAN, y)
+    halvings = np.log2(SPAN / np.gcd(np.asarray(y, int), math.gcd(problem.N, SPAN)))
+    factor = np.asarray(SCALING)[groups - 1] + SCALED_EDGE / piece + MASKING * halvings
+    return np.asarray(factor * np.where(space.split_k > 1, SCALED_CUT, 1.0))
 
 
 def _least_of_step(

@@ -12,7 +12,6 @@ import numpy as np
 
 from ..kernels.any_width_stage import own_rows
 from ..operands import Dense
-from ..operands.scaled import Scaled
 from .any_width_tile import EACH, PART, PROMOTED, each_of, forms_of, numbers_for, rules_of
 from .base import Forms
 from .walk import MOST_UNITS, Ints, Walk, in_turn, places
@@ -71,10 +70,11 @@ class Edges(NamedTuple):
 def may_have_edges(problem: Problem) -> bool:
     """Whether launches for a problem may have edge tiles: of plain matrices, with a kernel for all widths.
 
-    Accurate fp8 has none, since ptxas would spill registers in its K loop. For fp8 with scales along K it does not.
+    Accurate fp8 has none, since ptxas would spill registers in its K loop. Nor has fp8 with scales along K, whose
+    tiles begin at multiples of their widths.
     """
     p = problem
-    is_plain = type(p.a) in (Dense, Scaled) and not p.batch and not p.ragged
+    is_plain = type(p.a) is Dense and not p.batch and not p.ragged
     return is_plain and rules_of(p.b.staged).shared is None and numbers_for(p) is not PROMOTED
 
 

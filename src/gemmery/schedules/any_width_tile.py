@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -10,6 +11,7 @@ import torch
 
 from ..devices import ARCHS
 from ..kernels.any_width_cluster import MOST
+from ..kernels.any_width_scales import SPAN
 from ..kernels.any_width_stage import own_rows, params_bytes, x_bytes, y_blocks_of
 from ..operands.scaled import Scaled
 from .base import Forms
@@ -79,11 +81,13 @@ class Numbers(NamedTuple):
         by_groups: by the number of warpgroups, numbers of an accumulator that a thread may have.
         in_turns: the same of a warpgroup that takes turns.
         each: widths are multiples of this power of two, too.
+        wide: by the number of warpgroups, larger widths, each of which has a kernel of its own.
     """
 
     by_groups: dict[int, int]
     in_turns: int = 0
     each: int = 1
+    wide: dict[int, tuple[int, ...]] = {}  # noqa: RUF012
 
 
 #: Of plain matrices of 16 bits and of 8 bits. The latter have scales, for which registers would spill.
@@ -91,7 +95,9 @@ PLAIN = Numbers({1: 128, 2: 160, 3: 96}, in_turns=192)
 PLAIN8 = PLAIN._replace(in_turns=144)
 #: If a step's sum takes as many registers again, and if there are also scales, which 16 columns share.
 PROMOTED = Numbers({1: 96, 2: 88, 3: 64}, in_turns=88)
-SCALED = Numbers({1: 88, 2: 80, 3: 48}, in_turns=80, each=16)
+SCALED = Numbers({1: 88, 2: 80, 3: 0}, in_turns=80, each=16)
+#: The same where N is a multiple of 128. The columns of wide tiles then belong to few blocks.
+WHOLE_SPANS = SCALED._replace(wide={2: (192, 256), 3: (128,)})
 
 
 class Rules(NamedTuple):
@@ -190,6 +196,10 @@ class Tile(NamedTuple):
         most = numbers.in_turns if takes_turns else numbers.by_groups[self.groups]
         return min(256, most * 128 // self.own)
 
+    def fits(self, numbers: Numbers) -> bool:
+        """Whether a kernel has registers for this tile."""
+        return self.y <= self.widest(numbers) or self.y in numbers.wide.get(self.groups, ())
+
     def each_of(self, rules: Rules, numbers: Numbers | None = None) -> int:
         """The number that divides all widths of this tile, see `each_of`."""
         return int(each_of(self.own, self.groups, rules, numbers))
@@ -209,7 +219,7 @@ class Tile(NamedTuple):
         # A narrow tile stores fewer columns at a time.
         found: Sequence[int] = (self.y,)
         if rules.shared is None:
-            if self.y >= PART:
+            if self.y >= PART and self.y not in numbers.wide.get(self.groups, ()):
                 found = range(PART, self.widest(numbers) + 1, self.each_of(rules, numbers))
         elif self.own == ROWS:
             found = next((widths for widths in rules.shared[self.groups] if self.y in widths), found)
@@ -295,13 +305,16 @@ def forms_of(swap: bool, forms: Forms) -> tuple[Form, Form]:
 def numbers_for(problem: Problem) -> Numbers:
     """The accumulators of a problem's kernels."""
     if problem.b.by_steps or promotes(problem):
-        return SCALED if problem.b.by_steps else PROMOTED
+        scaled = SCALED if problem.N % SPAN else WHOLE_SPANS
+        return scaled if problem.b.by_steps else PROMOTED
     if problem.b.staged is None and problem.a.dtype.itemsize == 1:
         return PLAIN8
     return rules_of(problem.b.staged).numbers
 
 
-def every_of(problem: Problem) -> tuple[int, int] | None:
-    """Rows of A and columns of B that share a scale along K, if there are such scales."""
+def every_of(problem: Problem) -> tuple[int, int, int] | None:
+    """Rows of A and columns of B that share a scale along K, if there are such scales, and a divisor of N."""
     a, b = problem.a, problem.b
-    return (a.every, b.every) if isinstance(a, Scaled) and isinstance(b, Scaled) else None
+    if not isinstance(a, Scaled) or not isinstance(b, Scaled):
+        return None
+    return a.every, b.every, math.gcd(problem.N, SPAN)

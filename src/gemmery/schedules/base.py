@@ -43,6 +43,7 @@ class Forms(NamedTuple):
         packed: `Spec.staged` of b, of halves where these are paired.
         batched: whether there is a batch of them.
         ragged: see `Problem.ragged`.
+        by_steps: see `Spec.by_steps`, of b.
     """
 
     a_turned: bool
@@ -51,12 +52,13 @@ class Forms(NamedTuple):
     packed: Stage | None = None
     batched: bool = False
     ragged: str = ""
+    by_steps: bool = False
 
     @classmethod
     def of(cls, problem: Problem) -> Forms:
         p, staged = problem, problem.b.staged
         packed = None if staged is None else staged.of_halves(p.paired)
-        return cls(p.a.col != 1, p.b.row != 1, p.paired, packed, bool(p.batch), p.ragged)
+        return cls(p.a.col != 1, p.b.row != 1, p.paired, packed, bool(p.batch), p.ragged, p.b.by_steps)
 
 
 class Schedule:

@@ -1,28 +1,22 @@
 """Programs in which one warp loads and two groups of four multiply; see `kernels.specialized`.
 
-For work between two products: unpacking a weight, or scaling each step's product. The kernel is imported only where it
-can run.
+For packed weights, which are unpacked between two products. The kernel is imported only where it can run.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ..dtypes import FP8
 from ..epilogues.device import digest, with_constants
 from ..formats.packing import STRIP, block_columns
-from ..formats.scaled import BLOCK
 from ..kernels import place
 from ..kernels.numerics import cast
 from ..operands.packed import Packed, PackedAccess
-from ..operands.scaled import Scaled
-from .base import triton_version
 from .binding import (
     SHORT_ROWS,
     Binding,
@@ -39,14 +33,9 @@ from .waves import Split
 
 if TYPE_CHECKING:
     from ..problem import Config, Problem
-    from ..select.space import Space
-    from .cost import Costs, Given
 
 #: Warps that multiply, in groups of four; rows or columns of a tile that a group has, see `kernels.specialized`.
 WARPS, OWN = 8, 64
-#: By version of Triton, the slowdown of products with scales along K. An H200 took 4 % longer with the code of 3.9 than
-#: with that of 3.6 for three products with 1777 to 4096 rows (`benchmarks/results/looks/any_width_scales-mixed.json`).
-SLOWER = {"3.9": 1.04}
 #: Rows of a tile up to which columns of tiles begin at different steps: with more of them it takes longer.
 FEW = 16
 #: The longest side of a piece that is stored, and where the epilogue reads or writes whole matrices, which takes
@@ -74,14 +63,9 @@ class Specialized(PersistentStatic):
     archs = ("sm_90",)
     # Those whose Gluon has the names that the kernel is written in.
     versions = ("3.6", "3.7", "3.8", "3.9")
-    reason = "chosen for packed weights and scales along K"
+    reason = "chosen for packed weights"
     # If `Config.stream` makes a difference, the second table shows it, also with few rows and for other schedules.
     tables = ("specialized", "specialized-streamed")
-
-    def costs(self, problem: Problem, space: Space, given: Given) -> Costs:
-        found = super().costs(problem, space, given)
-        factor = SLOWER.get(triton_version(), 1.0) if _scaled(problem) else 1.0
-        return replace(found, total=found.total * factor)
 
     def own_tables(self) -> tuple[str, ...]:
         return self.tables[: 2 if streams() else 1] if self.available() else ()
@@ -90,7 +74,7 @@ class Specialized(PersistentStatic):
         p = problem
         yield from super().needs(p)
         yield not p.ragged and not p.batch, "a product without groups and without a batch"
-        yield _packed(p) or _scaled(p), "a packed weight or fp8 operands with scales along K"
+        yield _packed(p), "a packed weight"
         yield p.a.col == 1 and suits_tma(p), "rows of a (and of b's transpose) with adjacent elements"
         yield (
             p.out.col == 1
@@ -100,7 +84,6 @@ class Specialized(PersistentStatic):
         )
         yield needs_only_its_block(p), "an epilogue that reduces no rows"
         yield p.a.suits_registers, SHORT_ROWS
-        yield p.b.unpacks or not p.paired, "scaled operands without halves"
 
     def check(self, config: Config) -> None:
         if config.split_store:
@@ -115,15 +98,13 @@ class Specialized(PersistentStatic):
         p, c = problem, config
         if (unsuited := self.unsuited(p)) is not None:
             return unsuited
-        if isinstance(p.b, Packed):
-            step = block_columns(p.b.packed_bits)
-            if not c.swap or c.block_n not in (OWN, OWN * WARPS // 4) or c.block_k % step or c.block_m > 256:
-                needs = f"block_n 64 or 128, block_k a multiple of {step} and block_m up to 256"
-                return f"packed weights need swap, {needs}"
-            if _turns(p, c) and c.num_stages % (WARPS // 4):
-                return "groups of warps take turns in tiles of 64 columns, which needs an even num_stages"
-        elif c.swap or c.block_m != OWN * WARPS // 4 or c.block_k != BLOCK or c.block_n > 256:
-            return f"scales along K need block_m 128, block_k {BLOCK} and block_n up to 256"
+        assert isinstance(p.b, Packed)
+        step = block_columns(p.b.packed_bits)
+        if not c.swap or c.block_n not in (OWN, OWN * WARPS // 4) or c.block_k % step or c.block_m > 256:
+            needs = f"block_n 64 or 128, block_k a multiple of {step} and block_m up to 256"
+            return f"packed weights need swap, {needs}"
+        if _turns(c) and c.num_stages % (WARPS // 4):
+            return "groups of warps take turns in tiles of 64 columns, which needs an even num_stages"
         return None
 
     def bind(self, problem: Problem, config: Config) -> Binding:
@@ -142,16 +123,9 @@ def _packed(problem: Problem) -> bool:
     return p.a.dtype.itemsize == 2 and (not group or -(-p.K // group) * (p.N + STRIP) < 1 << 31)
 
 
-def _scaled(problem: Problem) -> bool:
-    p = problem
-    if not isinstance(p.b, Scaled) or p.b.step != BLOCK or p.a.dtype not in FP8:
-        return False
-    return p.b.row == 1 and p.b.every % BLOCK == 0
-
-
-def _turns(problem: Problem, config: Config) -> bool:
+def _turns(config: Config) -> bool:
     """Whether groups of warps take turns along K."""
-    return problem.b.unpacks and config.block_n == OWN
+    return config.block_n == OWN
 
 
 def _descriptor(
@@ -163,7 +137,6 @@ def _descriptor(
 
     elements = {
         torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.int32: gl.int32,
-        torch.float8_e4m3fn: gl.float8e4nv, torch.float8_e5m2: gl.float8e5,
     }  # fmt: skip
     shared = gl.NVMMASharedLayout.get_default_for(list(block), elements[dtype])
     return TensorDescriptor(tensor, list(shape), list(strides), list(block), shared)
@@ -182,7 +155,7 @@ class SpecializedBinding(Binding):
         self.kernel = specialized.gemm_specialized
         self.grid = (self.work.programs, 1, 1)
         self.constants = {
-            **(self._of_packed() if p.b.unpacks else self._of_scaled()),
+            **self._of_packed(),
             "PLACE": dialect.in_gluon(place.whole_tile),
             "TAIL_PLACE": dialect.in_gluon(place.tail_chunk),
             "EPILOGUE": dialect.in_gluon(epilogue_of(p)),
@@ -192,13 +165,12 @@ class SpecializedBinding(Binding):
             "BLOCK_K": c.block_k,
             "BAND_M": c.group_m,
             "STAGES": c.num_stages,
-            "SWAP": c.swap,
             "PAIRED": p.paired,
             # Each block of B is read once by a row of tiles.
             "STREAM": c.stream and streams() and c.block_m >= p.M,
             # Does not depend on M, as the order of a sum depends on it.
             "ROTATE": c.block_m <= FEW,
-            "TURNS": _turns(p, c),
+            "TURNS": _turns(c),
             **overlap_of(p),
             "SOURCE": digest(rings),
             # Those of the first warpgroup; the compiler adds those of the others.
@@ -216,15 +188,6 @@ class SpecializedBinding(Binding):
         multiply = with_constants(specialized.multiply_packed, UNPACK=unpack, PER=per, GROUP=b.group)
         return {"MULTIPLY": dialect.in_gluon(multiply), "PER": per, "GROUP": b.group}
 
-    def _of_scaled(self) -> dict[str, Any]:
-        from ..kernels import dialect, specialized
-
-        a, b = self.problem.a, self.problem.b
-        assert isinstance(a, Scaled)
-        assert isinstance(b, Scaled)
-        multiply = with_constants(specialized.multiply_scaled, EVERY_M=a.every, EVERY_N=b.every)
-        return {"MULTIPLY": dialect.in_gluon(multiply), "PER": 0, "GROUP": 0}
-
     def arguments(self, tensors: Sequence[Any], numbers: Sequence[float] = ()) -> list[Any]:
         """The kernel's run-time arguments, as for `Binding.arguments`."""
         p, c, w = self.problem, self.config, self.work
@@ -233,28 +196,24 @@ class SpecializedBinding(Binding):
         workspace = None if self.split is None else self.workspace(out.device)
         return [
             _descriptor(a[0], (p.M, p.K), (p.a.row, 1), (c.block_m, c.block_k), p.a.dtype),
-            self._b(b), self._out(out), p.M, p.N, p.K, *w.units(c.block_k), (), self._step_args(a, b),
+            self._words(b), self._out(out), p.M, p.N, p.K, *w.units(c.block_k), (), self._step_args(b),
             epilogue_arguments(p, 0, given, numbers), workspace,
         ]  # fmt: skip
 
-    def _b(self, tensors: Sequence[Any]) -> Any:
-        p, c = self.problem, self.config
-        if not p.b.unpacks:
-            return _descriptor(tensors[0], (p.N, p.K), (p.b.col, 1), (c.block_n, c.block_k), p.b.dtype)
-        words = self.b.argument(tensors, c.block_k, c.block_n)
+    def _words(self, tensors: Sequence[Any]) -> Any:
+        words = self.b.argument(tensors, self.config.block_k, self.config.block_n)
         return _descriptor(tensors[0], words.shape, words.strides, words.block_shape, torch.int32)
 
     def _out(self, tensor: Tensor) -> Any:
         p, c = self.problem, self.config
         columns = OWN // 2 if p.paired else OWN
         piece = PIECE_OF_BLOCKS if p.wants_subtiles else PIECE
-        block = (min(c.block_m, piece), columns) if c.swap else (OWN, min(c.block_n, piece))
+        block = (min(c.block_m, piece), columns)
         return _descriptor(tensor, (p.M, p.out_n), (p.out.row, 1), block, p.out.dtype)
 
-    def _step_args(self, a: Sequence[Any], b: Sequence[Any]) -> tuple[Any, ...]:
+    def _step_args(self, b: Sequence[Any]) -> tuple[Any, ...]:
         """MULTIPLY's arguments besides the blocks."""
-        if not isinstance(self.b, PackedAccess):
-            return (*self.a.step_scales(a), *self.b.step_scales(b))
+        assert isinstance(self.b, PackedAccess)
         return (*[*b[1:], None, None][:2], self.b.groups, self.b.columns)
 
     @property
@@ -262,7 +221,7 @@ class SpecializedBinding(Binding):
         """Bytes of memory for the parts of tiles, and counters of their arrivals; none if no tile is cut."""
         c = self.config
         floats = self.work.partials(c.block_m, c.block_n)
-        pieces = 1 if _turns(self.problem, c) else WARPS // 4
+        pieces = 1 if _turns(c) else WARPS // 4
         return floats * torch.float32.itemsize, self.work.counters(pieces)
 
 

@@ -7,6 +7,7 @@ are made from the sizes of tiles, since there are too many to write down.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..kernels.any_width_packed import STEP, StageFormat
@@ -20,7 +21,7 @@ from ..schedules.any_width_tile import (
     PROMOTED,
     ROW,
     ROWS,
-    SCALED,
+    WHOLE_SPANS,
     Numbers,
     Tile,
     rules_of,
@@ -114,10 +115,11 @@ def _rows(sizes: Sizes, step: int, numbers: Numbers, offer: Offer | None = None)
     return lines
 
 
-def _widths(tile: Tile, numbers: Numbers, offer: Offer | None) -> range:
+def _widths(tile: Tile, numbers: Numbers, offer: Offer | None) -> Sequence[int]:
     """The widths of tiles with this many rows of X."""
     if offer is None:
-        return range(PART, tile.widest(numbers) + 1, tile.each_of(rules_of(None), numbers))
+        usual = range(PART, tile.widest(numbers) + 1, tile.each_of(rules_of(None), numbers))
+        return *usual, *numbers.wide.get(tile.groups, ())
     widest = tile.widest(numbers) if tile.groups > 1 else min(tile.widest(numbers), offer.alone)
     return range(PART, widest + 1, offer.each or tile.each_of(rules_of(offer.stages[0])))
 
@@ -180,7 +182,7 @@ def rows(item: int, numbers: Numbers | None = None) -> dict[tuple[str, str], str
 
 def scaled_rows() -> dict[tuple[str, str], str]:
     """The rows for fp8 whose steps are multiplied by scales."""
-    lines = [f"{line} apart" for line in _rows(_SMALL, ROW, SCALED) if "swap" not in line]
+    lines = [f"{line} apart" for line in _rows(_SMALL, ROW, WHOLE_SPANS) if "swap" not in line]
     return {("descriptor", COOPERATIVE.name): "\n".join(lines)}
 
 

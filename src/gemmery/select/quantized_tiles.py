@@ -178,11 +178,6 @@ HOPPER: dict[str, Rows] = {
             32x64x128   8 4 5 0.28 swap splits
             16x64x128   8 4 6 0.35 swap splits
         """,
-        ("descriptor", "specialized"): """
-            128x256x128 16 8 3 0.66 apart
-            128x128x128 16 8 4 0.57 splits apart
-            128x64x128  16 8 7 0.40 apart
-        """,
         ("pointer", "tile"): """
             64x64x128 16 4 3 0.21
             16x64x128 16 4 3 0.08 swap splits
