@@ -195,7 +195,7 @@ FUSED = {
 if SPECIALIZED.available():
     FUSED |= {
         "specialized packed": ("int4_gelu", "bf16", "128x128x64-g1-w8-s4-specialized-descriptor-k2-swap"),
-        "specialized scaled": ("scaled_blocks", "e4m3", "128x256x128-g8-w8-s4-specialized-descriptor"),
+        "any width scaled": ("scaled_blocks", "e4m3", "64x64x128-g0-w4-s8-cooperative-descriptor"),
         "any width adapted": ("adapted_bias", "bf16", "64x64x64-g0-w4-s8-cooperative-descriptor-k2-swap"),
         "cluster": ("bias_gelu", "bf16", "16x64x64-g0-w4-s8-cluster-descriptor-k2-swap"),
     }

@@ -127,7 +127,10 @@ KINDS = [
     ({"dtype": "fp8", "scales": "row"}, "176x128x128-g8-w8-s4-cooperative-descriptor-k2-swap"),
     ({"dtype": "fp8", "scales": "row"}, "192x128x128-g8-w12-s5-cooperative-descriptor"),
     ({"dtype": "fp8", "scales": "row"}, "64x192x128-g8-w4-s6-cooperative-descriptor-k2"),
-    ({"dtype": "fp8", "scales": "block"}, "192x96x128-g8-w12-s5-cooperative-descriptor"),
+    ({"dtype": "fp8", "scales": "block"}, "128x160x128-g8-w8-s5-cooperative-descriptor-k2"),
+    ({"dtype": "fp8", "scales": "block"}, "128x192x128-g8-w8-s4-cooperative-descriptor"),
+    ({"dtype": "fp8", "scales": "block"}, "128x256x128-g8-w8-s4-cooperative-descriptor"),
+    ({"dtype": "fp8", "scales": "block"}, "192x128x128-g8-w12-s5-cooperative-descriptor"),
     ({"dtype": "fp8", "scales": "block"}, "64x176x128-g8-w4-s6-cooperative-descriptor"),
 ]
 

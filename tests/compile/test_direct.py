@@ -23,7 +23,7 @@ CHECKS = (
     "unknown", "newer",
 )  # fmt: skip
 if SPECIALIZED.available():
-    CHECKS += ("specialized packed", "specialized scaled", "any width adapted", "cluster")
+    CHECKS += ("specialized packed", "any width scaled", "any width adapted", "cluster")
 
 
 @functools.cache

@@ -40,10 +40,10 @@ POSED = {
     "adapted int4": ("adapted_int4", "bf16", TILE + "-swap"),
     "summed": ("summed_residual", "bf16", "64x32x64-g8-w4-s2-tile-pointer"),
 }
-#: Kernels that only Hopper can run, and only some versions of Triton can compile.
+#: Kernels that only Hopper can run, and only some versions of Triton can compile, with their names.
 SPECIALIZED = {
-    "packed": ("int4_gelu", "bf16", "64x64x128-g1-w8-s4-specialized-descriptor-swap", 16),
-    "scaled": ("scaled_blocks", "e4m3", "128x256x128-g16-w8-s3-specialized-descriptor", 4096),
+    "packed": ("int4_gelu", "bf16", "64x64x128-g1-w8-s4-specialized-descriptor-swap", 16, "gemm_specialized"),
+    "scaled": ("scaled_blocks", "e4m3", "128x256x128-g0-w8-s4-cooperative-descriptor", 4096, "gemm_any_width"),
 }
 
 #: The same for sums over ranks, with the kernel's name; the last one's columns come in pairs.
@@ -199,9 +199,9 @@ def test_pointwise(target):
 @pytest.mark.parametrize("name", SPECIALIZED)
 @pytest.mark.skipif(not specialized.SPECIALIZED.available(), reason="specialised warps need another Triton")
 def test_specialized(name):
-    *abstract_problem, config, rows = SPECIALIZED[name]
+    *abstract_problem, config, rows, kernel = SPECIALIZED[name]
     compiled = compile_posed("sm_90", *abstract_problem, config, rows)
-    check("sm_90", compiled, "gemm_specialized", "wgmma.mma_async")
+    check("sm_90", compiled, kernel, "wgmma.mma_async")
 
 
 @pytest.mark.parametrize("name", SUMMED)

@@ -298,9 +298,8 @@ def produce(
 @gluon.jit
 def sum_steps(
     heads, ring, steps, stage, phase, y_rows, width, turn, scales, KIND: gl.constexpr, PROMOTES: gl.constexpr,
-    APART: gl.constexpr,
-    X_ROWS: gl.constexpr, FIRST: gl.constexpr, OWN: gl.constexpr, WIDTHS: gl.constexpr, PART: gl.constexpr,
-    FORMAT: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr, PINGPONG: gl.constexpr,
+    APART: gl.constexpr, X_ROWS: gl.constexpr, FIRST: gl.constexpr, OWN: gl.constexpr, WIDTHS: gl.constexpr,
+    PART: gl.constexpr, FORMAT: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr, PINGPONG: gl.constexpr,
     BARRIERS_AT: gl.constexpr,
 ):  # fmt: skip
     """The sum of a warpgroup's products of some steps, at least one, as `multiply_steps` gives it.
@@ -323,7 +322,7 @@ def sum_steps(
 
 @gluon.jit
 def scales_of(step_args, row, col, shape, first_k, EVERY_M: gl.constexpr, EVERY_N: gl.constexpr):
-    """The addresses of the scales of 64 rows of A and of a tile's columns of B, each in a block.
+    """Where the scales of 64 rows of A and of a tile's columns of B are, each in a block.
 
     A span is 128 columns of B from a multiple of 128 on. A tile touches up to three.
 
@@ -334,16 +333,16 @@ def scales_of(step_args, row, col, shape, first_k, EVERY_M: gl.constexpr, EVERY_
         EVERY_M, EVERY_N: rows and columns that share a scale; the latter in multiples of 128.
 
     Returns:
-        The addresses of the first step's scales, of the rows and of three spans; the bytes to the next step's, for rows
-        and for spans; and the number of blocks of 8 columns in the first span.
+        The addresses of A's and of B's scales; how many bytes behind these the first step's are, of the rows and of
+        three spans; the bytes to the next step's, for rows and for spans; and the number of blocks of 8 columns in the
+        first span.
     """
     at_a, _, row_a, k_a, at_b, _, row_b, k_b = step_args
     low = first_k // 128
     # Rows and columns outside have some scale.
     rows = gl.minimum(row + gl.arange(0, 64, gl.SliceLayout(1, BLOCK8)), shape[0] - 1) // EVERY_M
-    of_rows = gl.expand_dims((rows * row_a + low * k_a).to(gl.int32) * 4, 1) + gl.zeros(
-        [64, 8], gl.int32, BLOCK8
-    )
+    of_rows = gl.expand_dims((rows * row_a + low * k_a).to(gl.int32) * 4, 1)
+    of_rows = of_rows + gl.zeros([64, 8], gl.int32, BLOCK8)
     made = (in_block(gl.cast(at_a, gl.int64)), in_block(gl.cast(at_b, gl.int64)), of_rows)
     for i in gl.static_range(3):
         column = gl.minimum(col // 128 + i, (shape[1] - 1) // 128) * 128 // EVERY_N

@@ -153,6 +153,26 @@ def _promoted_step(sums, KIND, places, scales):
     return f"{{ {text} }}"
 
 
+def _by_barrier(full, stages, x, y, rows, y_rows):
+    """Assembly that counts a loop's steps by their barriers alone, which takes few registers.
+
+    Args:
+        full, stages, x, y, rows, y_rows: operands of `multiply_steps`, and the rows of X in a stage.
+
+    Returns:
+        What comes before the loop, what finds a step's blocks, and what goes on to the next step.
+    """
+    # Barriers are 8 bytes apart, and blocks 8 units of 16 bytes for each of their rows.
+    return (
+        f".reg .b32 first_x, first_y, end; mad.lo.s32 end, {stages}, 8, {full};"
+        f"mul.lo.s32 first_x, {full}, {rows}; sub.s32 first_x, {x}, first_x;"
+        f"mul.lo.s32 first_y, {full}, {y_rows}; sub.s32 first_y, {y}, first_y;",
+        f"mad.lo.s32 x, at, {rows}, first_x; mad.lo.s32 y, at, {y_rows}, first_y;",
+        f"add.s32 at, at, 8; setp.ge.s32 wraps, at, end; @wraps mov.b32 at, {full};"
+        "@wraps xor.b32 phase, phase, 1; sub.s32 left, left, 1; setp.gt.s32 more, left, 0;",
+    )
+
+
 def _tail(registers, width, part):
     """Assembly that moves the last numbers of 64 rows of X into the registers of the last part.
 
@@ -215,24 +235,15 @@ def multiply_steps(
     rows, format = value_of(X_ROWS), format_of(FORMAT)
     # In units of 16 bytes.
     x_block = x_bytes(rows, format) // 16
+    begins, places = "", ""
     go_on = (
         f"mov.b32 before, at; add.s32 at, at, 8; add.s32 x, x, {x_block}; add.s32 y, y, y_rows;"
         f"add.s32 stage, stage, 1; setp.ge.s32 wraps, stage, {stages_};"
         f"@wraps mov.b32 stage, 0; @wraps mov.b32 at, {full_}; @wraps mov.b32 x, {x_}; @wraps mov.b32 y, {y_};"
         "@wraps xor.b32 phase, phase, 1; sub.s32 left, left, 1; setp.gt.s32 more, left, 0;"
     )
-    places = begin_places = ""
     if value_of(PROMOTES) and format is None:
-        go_on = (
-            f"add.s32 at, at, 8; setp.ge.s32 wraps, at, end; @wraps mov.b32 at, {full_};"
-            "@wraps xor.b32 phase, phase, 1; sub.s32 left, left, 1; setp.gt.s32 more, left, 0;"
-        )
-        places = f"mad.lo.s32 x, at, {rows}, first_x; mad.lo.s32 y, at, {y_rows_}, first_y;"
-        begin_places = (
-            f".reg .b32 first_x, first_y, end; mad.lo.s32 end, {stages_}, 8, {full_};"
-            f"mul.lo.s32 first_x, {full_}, {rows}; sub.s32 first_x, {x_}, first_x;"
-            f"mul.lo.s32 first_y, {full_}, {y_rows_}; sub.s32 first_y, {y_}, first_y;"
-        )
+        begins, places, go_on = _by_barrier(full_, stages_, x_, y_, rows, y_rows_)
     own_turn, turns = "", ""
     if value_of(PINGPONG):
         own_turn = f"{{ {WAIT.format(barrier=turn_at, phase=turn_phase)} }}"
@@ -249,12 +260,12 @@ def multiply_steps(
             continue
         if value_of(PROMOTES):
             scaling = Scales(numbers + 48, steps_, each, value_of(APART)) if len(scales) else None
-            begins = scaling.begin() if scaling else ""
+            first = scaling.begin() if scaling else ""
             step, last = _promoted_step(sums, kind, places, scaling), turns + ends
         else:
-            begins, step = "", _step(sums, kind, turned)
+            first, step = "", _step(sums, kind, turned)
             last = f"{turns} wgmma.wait_group.sync.aligned 0; {releasing('before')} {ends}"
-        cases.append(f"{{ {own_turn} {begins}\nSTEP: {arrived} {step} {go_on} @more bra.uni STEP; {last} }}")
+        cases.append(f"{{ {own_turn} {first}\nSTEP: {arrived} {step} {go_on} @more bra.uni STEP; {last} }}")
     before = ""
     if format is not None:
         before = format.begin(rows, value_of(FIRST), stages_, y_rows_)
@@ -267,7 +278,7 @@ def multiply_steps(
         f"mov.b32 stage, {stage_}; mov.b32 phase, {phase_}; mov.b32 left, {steps_}; setp.ne.s32 adds, 0, 0;"
         f"mad.lo.s32 at, stage, 8, {full_}; add.s32 before, {full_}, {NOWHERE}; mad.lo.s32 x, stage, {x_block}, {x_};"
         f"mul.lo.s32 y_rows, {y_rows_}, {8 * y_blocks_of(format)}; mad.lo.s32 y, stage, y_rows, {y_};"
-        f"{begin_places}{zeroed(registers)}{switch(width_, widths, cases)} }}",
+        f"{begins}{zeroed(registers)}{switch(width_, widths, cases)} }}",
         ",".join(constraints),
         [full, stage, phase, stages, steps, head_x, head_y, y_rows, width, *turn, *scales],
         dtype=[gl.float32] * (numbers // 4), is_pure=False, pack=4, _semantic=_semantic,

@@ -16,7 +16,6 @@ import torch
 from ..formats.packing import STRIP
 from ..formats.scaled import BLOCK
 from ..kernels.any_width_load import LAST_ROW
-from ..kernels.any_width_scales import SPAN
 from ..operands import Dense, Ragged
 from ..operands.pair import Pair
 from ..operands.scaled import Scaled
@@ -132,10 +131,12 @@ class AnyWidth(PersistentStatic):
         added = (np.asarray(rows) > 1) | (p.epilogue != "add_row")
         # An epilogue's matrix needs warpgroups that share no rows.
         matrix = (x % ROWS == 0) | (p.fusion is None or p.fusion.matrix is None)
-        if not p.b.by_steps or p.N % SPAN == 0:
-            return np.asarray(added & matrix)
-        most = np.array([0, *(2 * each for each in SCALED.by_groups.values())])
-        return np.asarray(added & matrix & (config.block_n <= most[np.asarray(config.num_warps) // 4]))
+        found = np.asarray(added & matrix)
+        if numbers_for(p) is SCALED:
+            # There are rows for the wide tiles of other problems.
+            most = np.array([0, *(2 * each for each in SCALED.by_groups.values())])
+            found = found & (config.block_n <= most[np.asarray(config.num_warps) // 4])
+        return np.asarray(found)
 
     def repeats(self, problem: Problem, rows: Ints, config: Config | Space) -> np.ndarray:
         """See `Schedule.repeats`; `any_width.corner` moves the last tiles, and their last parts may overlap."""
@@ -207,14 +208,10 @@ class AnyWidth(PersistentStatic):
             return turns
         if self.tile(c).own > rules.own:
             return f"{rules.about} needs {rules.own} rows for each warpgroup"
-        widest = self.tile(c).widest(numbers)
         if not self.tile(c).fits(numbers):
-            kind = (
-                "fp8 that is promoted or scaled"
-                if numbers in _PROMOTED
-                else rules.about or f"{self.tile(c).own} rows for each warpgroup"
-            )
-            return f"{kind} leaves registers for a width of {widest}"
+            return self._too_wide(self.tile(c), rules, numbers)
+        if c.split_k > 1 and self.tile(c).y in numbers.wide[self.tile(c).groups]:
+            return f"with scales along K, tiles of {self.tile(c).y} columns are not cut along K"
         if self.tile(c).shares and p.fusion is not None and p.fusion.matrix is not None:
             return "an epilogue that reads or writes another matrix needs warpgroups that share no rows"
         if p.a.is_summed and self.repeats(p, np.asarray(p.M), c):
@@ -222,6 +219,17 @@ class AnyWidth(PersistentStatic):
         if not AnyWidth.considers(self, p, np.asarray(p.M), c):
             return "a row that is added to one row may be the output itself, of which some is stored twice"
         return self._untaken(c, Forms.of(p), numbers)
+
+    def _too_wide(self, tile: Tile, rules: Rules, numbers: Numbers) -> str:
+        """The reason why there are no registers for a tile."""
+        rows = f"{tile.own} rows for each warpgroup"
+        kind = "fp8 that is promoted or scaled" if numbers in _PROMOTED else rules.about or rows
+        widths = [tile.widest(numbers), *numbers.wide[tile.groups]]
+        if not any(widths):
+            return f"{kind} leaves no registers for {tile.groups} warpgroups"
+        return (
+            f"{kind} leaves registers for a width of {' or '.join(str(width) for width in widths if width)}"
+        )
 
     def _wait_too_often(self, rules: Rules) -> str | None:
         """The reason why warpgroups don't take turns with a kind of X; None if they can, or share tiles."""

@@ -81,13 +81,13 @@ class Numbers(NamedTuple):
         by_groups: by the number of warpgroups, numbers of an accumulator that a thread may have.
         in_turns: the same of a warpgroup that takes turns.
         each: widths are multiples of this power of two, too.
-        wide: by the number of warpgroups, larger widths, each of which has a kernel of its own.
+        wide: by the number of warpgroups, from 0 on, larger widths, each of which has a kernel of its own.
     """
 
     by_groups: dict[int, int]
     in_turns: int = 0
     each: int = 1
-    wide: dict[int, tuple[int, ...]] = {}  # noqa: RUF012
+    wide: tuple[tuple[int, ...], ...] = ((), (), (), ())
 
 
 #: Of plain matrices of 16 bits and of 8 bits. The latter have scales, for which registers would spill.
@@ -97,7 +97,7 @@ PLAIN8 = PLAIN._replace(in_turns=144)
 PROMOTED = Numbers({1: 96, 2: 88, 3: 64}, in_turns=88)
 SCALED = Numbers({1: 88, 2: 80, 3: 0}, in_turns=80, each=16)
 #: The same where N is a multiple of 128. The columns of wide tiles then belong to few blocks.
-WHOLE_SPANS = SCALED._replace(wide={2: (192, 256), 3: (128,)})
+WHOLE_SPANS = SCALED._replace(wide=((), (), (192, 256), (128,)))
 
 
 class Rules(NamedTuple):
@@ -198,7 +198,7 @@ class Tile(NamedTuple):
 
     def fits(self, numbers: Numbers) -> bool:
         """Whether a kernel has registers for this tile."""
-        return self.y <= self.widest(numbers) or self.y in numbers.wide.get(self.groups, ())
+        return self.y <= self.widest(numbers) or self.y in numbers.wide[self.groups]
 
     def each_of(self, rules: Rules, numbers: Numbers | None = None) -> int:
         """The number that divides all widths of this tile, see `each_of`."""
@@ -219,7 +219,7 @@ class Tile(NamedTuple):
         # A narrow tile stores fewer columns at a time.
         found: Sequence[int] = (self.y,)
         if rules.shared is None:
-            if self.y >= PART and self.y not in numbers.wide.get(self.groups, ()):
+            if self.y >= PART and self.y not in numbers.wide[self.groups]:
                 found = range(PART, self.widest(numbers) + 1, self.each_of(rules, numbers))
         elif self.own == ROWS:
             found = next((widths for widths in rules.shared[self.groups] if self.y in widths), found)
