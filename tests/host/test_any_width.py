@@ -262,6 +262,30 @@ def test_block_scales_are_of_16_columns(N, width, message):
 
 
 @pytest.mark.parametrize(
+    ("N", "text", "message"),
+    [
+        (2176, "128x192x128-g8-w8-s4-cooperative-descriptor", None),
+        (2176, "128x256x128-g8-w8-s3-cooperative-descriptor", None),
+        (2176, "192x128x128-g8-w12-s4-cooperative-descriptor", None),
+        (2176, "128x176x128-g8-w8-s4-cooperative-descriptor", "a width of 160 or 192 or 256"),
+        (2176, "64x192x128-g8-w4-s4-cooperative-descriptor", "a width of 176"),
+        (2176, "192x96x128-g8-w12-s4-cooperative-descriptor", "a width of 128"),
+        (2176, "128x192x128-g8-w8-s4-cooperative-descriptor-k2", "192 columns are not cut along K"),
+        (2176, "192x128x128-g8-w12-s4-cooperative-descriptor-k2", "128 columns are not cut along K"),
+        (2176, "128x128x128-g8-w8-s4-cooperative-descriptor-k2", None),
+        (2112, "128x160x128-g8-w8-s4-cooperative-descriptor", None),
+        (2112, "128x192x128-g8-w8-s4-cooperative-descriptor", "a width of 160"),
+        (2112, "128x256x128-g8-w8-s3-cooperative-descriptor", "a width of 160"),
+        (2112, "192x128x128-g8-w12-s4-cooperative-descriptor", "no registers for 3 warpgroups"),
+    ],
+)
+def test_wide_tiles_with_block_scales_need_whole_spans(N, text, message):
+    given = abstract_problem(512, N, 1024, device=H200, dtype="e4m3", scales="block")
+    with nullcontext() if message is None else pytest.raises(ValueError, match=message):
+        schedules.bind(given, Config.of(text))
+
+
+@pytest.mark.parametrize(
     ("N", "layout", "text", "message"),
     [
         (
@@ -505,13 +529,14 @@ def test_what_takes_a_layout_runs_it_with_every_number_of_rows(kind, made):
     for layout in ("NT", "NN", "TN", "TT") if plain else ("NT",):
         # TMA wants columns of A that begin at multiples of 16 bytes.
         for M in (2192, 8, 64) if layout[0] == "T" else (2192, 1, 5, 60):
+            # With scales along K, there are kernels of wide tiles for multiples of 128 columns.
+            N = 2176 if kind == "scaled" else 2112
             if made is None:
-                p = sparse_problem(M, 2112, 1152)
+                p = sparse_problem(M, N, 1152)
             else:
-                p = abstract_problem(M, 2112, 1152, layout=layout, device=H200, **made)
+                p = abstract_problem(M, N, 1152, layout=layout, device=H200, **made)
             assert kind_of(p) == kind
-            forms = Forms(layout[0] == "T", layout[1] == "N", paired=False, packed=p.b.staged)
-            taken = [config for config in own if schedules.of(config.schedule).takes(config, forms)]
+            taken = [config for config in own if schedules.of(config.schedule).takes(config, Forms.of(p))]
             assert taken or (layout != "NT" and kind.startswith("fp8"))
             refused = {str(c): schedules.of(c.schedule).refusal(p, c) for c in taken}
             assert not {text: why for text, why in refused.items() if why is not None}, layout
@@ -677,6 +702,19 @@ def test_edge_tiles_only_where_they_save_time():
         abstract_problem(2048, 8704, 1024, device=H200, weight="int4"),
     ):
         assert not edges_of(p, config).width
+
+
+@pytest.mark.parametrize("N", [2192, 2176])
+def test_scales_along_k_have_no_edge_tiles(N):
+    # The columns of an edge tile begin anywhere. Those of these tiles begin at multiples of their widths.
+    for M in range(8, 6000, 88):
+        p = abstract_problem(M, N, 4096, device=H200, dtype="e4m3", scales="block")
+        assert not any_width_edge.may_have_edges(p)
+        for text in (
+            "128x128x128-g0-w8-s5-cooperative-descriptor",
+            "64x96x128-g0-w4-s6-cooperative-descriptor",
+        ):
+            assert not edges_of(p, Config.of(text)).width
 
 
 @pytest.mark.parametrize(

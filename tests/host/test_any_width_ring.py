@@ -7,6 +7,8 @@ if a block is read before it was loaded, if it is loaded while it is read, or if
 
 import functools
 import inspect
+import math
+import operator
 import random
 import re
 import threading
@@ -14,6 +16,7 @@ import types
 from collections import Counter
 
 import pytest
+import torch
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 from gemmery.kernels import (
@@ -24,9 +27,11 @@ from gemmery.kernels import (
     any_width_loop,
     any_width_packed,
     any_width_places,
+    any_width_scales,
     any_width_sparse,
     any_width_stage,
 )
+from gemmery.schedules import any_width_tile
 from gemmery.schedules.walk import divisor
 
 from .device_functions import device_functions
@@ -58,6 +63,10 @@ SPARSE, SPARSE_PAIRS = any_width_sparse.SparseStage(), any_width_sparse.SparseSt
 WIDE, WIDE_PAIRS = SPARSE._replace(wide=True), SPARSE_PAIRS._replace(wide=True)
 #: Bytes of the words of 32 rows and 32 columns.
 WORDS = any_width_sparse.WORDS_BYTES
+#: Warpgroups and widths of tiles with scales that have a kernel of their own, where N is a multiple of 128.
+WIDE_SCALED = [
+    (groups, width) for groups, widths in enumerate(any_width_tile.WHOLE_SPANS.wide) for width in widths
+]
 #: From a row of a matrix of a batch to that of the next one.
 MATRIX = 1 << 20
 QUOTIENT = device_functions()["quotient"]
@@ -80,6 +89,109 @@ class Barrier:
     def complete(self):
         if self.pending == 0 and self.bytes == 0:
             self.pending, self.phase = self.count, self.phase ^ 1
+
+
+def of_threads(compute, *values):
+    """What the four threads of a quad compute, each of its own values: a `Quad`, or one value if all have the same."""
+    each = [
+        compute(*(value.each[i] if isinstance(value, Quad) else value for value in values)) for i in range(4)
+    ]
+    return each[0] if each.count(each[0]) == 4 else Quad(each)
+
+
+def _operator(compute):
+    return lambda self, *others: of_threads(compute, self, *others)
+
+
+class Quad:
+    """A register that differs between the four threads of a quad. Any other value is that of all threads."""
+
+    def __init__(self, each):
+        self.each = each
+
+    def __bool__(self):
+        raise Wrong("the threads of a quad go different ways")
+
+    __add__ = __radd__ = _operator(operator.add)
+    __mul__ = __rmul__ = _operator(operator.mul)
+    __and__ = __rand__ = _operator(operator.and_)
+    __sub__, __rsub__ = _operator(operator.sub), _operator(lambda x, y: y - x)
+    __lshift__, __neg__ = _operator(operator.lshift), _operator(operator.neg)
+    __eq__, __ne__ = _operator(operator.eq), _operator(operator.ne)
+    __lt__, __le__ = _operator(operator.lt), _operator(operator.le)
+    __gt__, __ge__ = _operator(operator.gt), _operator(operator.ge)
+    __hash__ = None
+
+
+class StepScales:
+    """Scales along K, which are known by where they are, and the tiles that they are loaded for.
+
+    Args:
+        sizes: of the product.
+        every: rows of A and columns of B that share a scale.
+    """
+
+    #: Where the scales of A and of B begin, and the bytes to the next row's or column's, and to the next step's.
+    PLACES = ((1 << 20, 4, 10000), (1 << 30, 8, 1000))
+    #: The threads of the quad that is run, and the first of its rows.
+    LANES = range(20, 24)
+    FIRST = LANES[0] // 4
+
+    def __init__(self, sizes, every):
+        self.sizes, self.every, self.tiles = sizes, every, {}
+        self.step_args = [
+            torch.tensor(each, dtype=torch.int64)
+            for at, other, step in self.PLACES
+            for each in (at, 0, other // 4, step // 4)
+        ]
+
+    def of_tile(self, step_args, row, col, shape, first_k, every_m, every_n):
+        """Runs `any_width.scales_of`. Of rows, a thread has two numbers each of one and of the one 8 behind it."""
+        self.tiles[threading.get_ident()] = row, col, first_k // STEP
+        gl = types.SimpleNamespace(
+            int32=torch.int32, int64=torch.int64, static_range=range, SliceLayout=lambda *given: None,
+            arange=lambda first, end, layout: torch.arange(first, end), expand_dims=torch.unsqueeze,
+            zeros=lambda size, dtype, layout: torch.zeros(size, dtype=dtype),
+            minimum=lambda x, y: x.clamp(max=y) if isinstance(x, torch.Tensor) else min(x, y),
+            cast=lambda x, dtype: torch.as_tensor(x).to(dtype),
+        )  # fmt: skip
+        names = {"gl": gl, "BLOCK8": None, "in_block": lambda value: value}
+        made = types.FunctionType(any_width.scales_of.fn.__code__, names)
+        given = made(step_args, row, col, shape, first_k // STEP * 128, every_m, every_n)
+        ends = [self.FIRST, self.FIRST + 8]
+        return tuple(
+            [each for row in torch.as_tensor(value)[ends, :2].tolist() for each in row]
+            if torch.as_tensor(value).ndim
+            else int(value)
+            for value in given
+        )
+
+    def check(self, number, step, scale):
+        """A number of an accumulator is added times the scales of its row and of its columns."""
+        row, col, low = self.tiles[threading.get_ident()]
+        # Rows and columns outside have some scale.
+        row = min(row + self.FIRST + number // 2 % 2 * 8, self.sizes[0] - 1) // self.every[0]
+        col = min(col + number // 4 * 8, self.sizes[1] - 1) // 128 * 128 // self.every[1]
+        wanted = tuple(
+            at + other * each + along_k * (low + step)
+            for (at, other, along_k), each in zip(self.PLACES, (row, col), strict=True)
+        )
+        if scale != wanted:
+            raise Wrong("not the scales of this block and step")
+
+    def check_loads(self, loaded, steps):
+        """The scales of all steps of a tile were loaded, and no other ones."""
+        low = self.tiles[threading.get_ident()][2]
+        middle = self.PLACES[1][0] // 2
+        for (at, _, along_k), found in zip(
+            self.PLACES, ([x for x in loaded if (x > middle) == of_b] for of_b in (False, True)), strict=True
+        ):
+            if {(x - at) // along_k - low for x in found} != set(range(steps)):
+                raise Wrong("not the scales of the steps that exist")
+
+
+#: What computes a register of others. A scale is a tuple of where it is, and a product has those of its factors.
+COMPUTE = {"neg.s32": operator.neg, "max.s32": max, "mul.f32": operator.add}
 
 
 class Machine:
@@ -231,7 +343,7 @@ class Warp:
 
     Args:
         boxes, forms: rows that are loaded at a time, and how they lie, of X and of Y.
-        scaled: is told each number of an accumulator that is added times a scale, the step, and where the scales are.
+        scaled: the `StepScales` that sums are multiplied by before they are added; None if there are none.
         streams: 1 where X is loaded with a cache policy, 2 where Y is.
         wide: whether a step of a sparse weight has 128 columns, which are kept as two of 64.
     """
@@ -252,25 +364,34 @@ class Warp:
 
     def begin(self):
         self.steps, self.pieces, self.added, self.last = [], [], Counter(), (-1, -1)
+        # Registers with sums that are not added yet, and where scales were loaded from.
+        self.unadded, self.loaded = set(), set()
 
     @property
     def result(self):
         """The blocks of all steps that an accumulator holds."""
         if not self.added:
             return self.steps
-        steps, last = [], None
+        steps, last = [], ()
         for x, y in self.pieces:
             # Both 64 rows of a step begin at the same place along K.
-            if x[0][-1] != last:
+            if x[0][-1:] != last:
                 steps.append([])
+            elif x == steps[-1][-1][0]:
+                # A piece of a wide tile has the next columns.
+                y = steps[-1].pop()[1] + y
             steps[-1].append((x, y))
-            last = x[0][-1]
+            last = x[0][-1:]
         if set(self.added.values()) != {len(steps)}:
             raise Wrong("not all sums are added")
+        if self.scaled is not None:
+            self.scaled.check_loads(self.loaded, len(steps))
         return steps
 
     def ptx(self, code, arguments, value):
         """See `Program.run`."""
+        if self.scaled is not None and (found := self._of_scales(code, arguments, value)) is not None:
+            return arguments[0], found
         address = [self._address(each, value) for each in arguments if each.startswith("[")]
         if any(self.machine.hidden(each) for each in address if not code.startswith("mbarrier.init")):
             raise Wrong("a barrier that others do not see")
@@ -327,17 +448,8 @@ class Warp:
             total, same, number = arguments
             assert total == same
             self._add(total, number, value(total))
-        elif code == "ld.global.f32":
-            # A scale is known by where it is.
-            return arguments[0], (address[0],)
-        elif code == "mul.f32":
-            return arguments[0], value(arguments[1]) + value(arguments[2])
-        elif code in ("selp.f32", "selp.b32"):
+        elif code == "selp.b32":
             return arguments[0], value(arguments[1 if value(arguments[3]) else 2])
-        elif code == "lop3.b32":
-            # Bits of the second where those of the first are set, otherwise of the third.
-            assert arguments[4] == "0xCA"
-            return arguments[0], value(arguments[{-1: 2, 0: 3}[value(arguments[1])]])
         elif code == "fma.rn.f32":
             total, number, scale, same = arguments
             assert total == same
@@ -347,6 +459,32 @@ class Warp:
         else:
             assert code.startswith(("fence.proxy.async", "prefetch.tensormap")), code
         return None
+
+    def _of_scales(self, code, arguments, value):
+        """Returns what an instruction writes that finds scales, and None of any other instruction."""
+        if code == "ld.global.f32":
+            return self._loaded(value(arguments[1].strip("[]")))
+        if code in COMPUTE:
+            return of_threads(COMPUTE[code], *map(value, arguments[1:]))
+        if code == "shfl.sync.idx.b32":
+            # A thread gets the register of the thread of its quad that it names.
+            assert arguments[3:] == ["0x1C1F", "0xffffffff"]
+            given, lane = map(value, arguments[1:3])
+            return of_threads(lambda i: given.each[i & 3] if isinstance(given, Quad) else given, lane)
+        if code == "lop3.b32":
+            # Bits of the second where those of the first are set, otherwise of the third.
+            assert arguments[4] == "0xCA"
+            return value(arguments[{-1: 2, 0: 3}[value(arguments[1])]])
+        return None
+
+    def _loaded(self, address):
+        """A scale is known by where it is. If several threads load the same one, only the last of them may use it.
+
+        The others have no step of their own in the first group.
+        """
+        each = address.each if isinstance(address, Quad) else [address] * 4
+        self.loaded.update(each)
+        return Quad([("nobody's",) if at in each[i + 1 :] else (at,) for i, at in enumerate(each)])
 
     def _write(self, register):
         """A register with metadata is written, which no product reads any more."""
@@ -382,14 +520,19 @@ class Warp:
             raise Wrong("a sum that does not begin with 0")
         of, place = (int(re.search(r"\d+", each)[0]) for each in (total, number))
         if place == 0:
+            # The second piece of a step goes on behind the first one's totals.
+            goes_on = self.pieces and self.pieces[-1][0] == self.steps[-1][0][0]
             self.pieces += self.steps[-1]
-            self.last = -1, -1
+            self.last = self.last[0] if goes_on else -1, -1
         assert place == self.last[1] + 1, "not the next number"
         assert of > self.last[0], "not the next total"
-        self.last = of, place
         if scale is not None:
-            self.scaled(of, self.added[total], scale)
+            if of != self.last[0] + 1:
+                raise Wrong("not the next total")
+            self.scaled.check(of, self.added[total], scale)
+        self.last = of, place
         self.added[total] += 1
+        self.unadded.discard(number)
 
     @staticmethod
     def _address(text, value):
@@ -474,10 +617,18 @@ class Warp:
         if len(self.group) == 1:
             # A piece of a step that is promoted begins a sum of its own.
             self.steps = [*(self.steps if value(arguments[3]) else []), []]
+        if part == 0 and not value(arguments[3]):
+            self._begin_sums(re.findall(r"[$\w.]+", arguments[0]))
         if part == 0:
             self.steps[-1].append(read)
         elif read != self.steps[-1][-1]:
             raise Wrong("a stage changes while it is read")
+
+    def _begin_sums(self, registers):
+        """Sums of a step that is promoted are written to registers whose sums were added."""
+        if not self.unadded.isdisjoint(registers):
+            raise Wrong("sums are overwritten before they are added")
+        self.unadded.update(each for each in registers if not each.startswith("$"))
 
     def _lines(self, operand, at, rows, part):
         """Returns where the lines are that hold a fourth of a step: one for each row, or 16 for each 64 turned rows."""
@@ -608,10 +759,15 @@ def kernel(machine, number, programs, groups, threads, boxes, forms, streams, sc
             threading.get_ident(), Warp(machine, boxes, forms, streams, scaled, step > STEP)
         )
         outputs = constraints.count("=")
-        values = [None] * outputs + [each for each in given for _ in range(pack)]
+        values = [None] * outputs
+        for each in given:
+            # A list has what each number of a thread is.
+            values += each if isinstance(each, list) else [each] * pack
+        text = edit(text).replace("%laneid", f"${len(values)}")
+        values.append(Quad(StepScales.LANES))
         warp.begin()
         warp.thread = threads.get(threading.get_ident(), 0)
-        program(edit(text)).run(values, warp)
+        program(text).run(values, warp)
         if warp.under_way or warp.group:
             raise Wrong("the sum is read before it is there")
         # The numbers of a place come back one by one.
@@ -647,6 +803,11 @@ def kernel(machine, number, programs, groups, threads, boxes, forms, streams, sc
         "WAIT",
         "NOWHERE",
         "maps_of",
+        "SPAN",
+        "WIDEST_PIECE",
+        "Scales",
+        "scaled_sums",
+        "starts_of",
     )
     unpacking = vars(any_width_packed) | {
         "prepare": lambda *given: "",
@@ -702,11 +863,8 @@ def kernel(machine, number, programs, groups, threads, boxes, forms, streams, sc
         "_promoted_step",
         "_tail",
         "_products",
-        "_scales",
-        "_scaled_sums",
-        "_scales_of",
     ):
-        names[name] = types.FunctionType(own[name].__code__, names, name)
+        names[name] = types.FunctionType(own[name].__code__, names, name, own[name].__defaults__)
     for name in (
         "turn_at",
         "edge_of",
@@ -812,24 +970,9 @@ def emulate(
             acc, out, slots, ring, args, shape, row, col, width, False, own_slot, own_slot, part_of(1)
         )
 
-    def scales_of(step_args, row, col, shape, first_k, every_m, every_n):
-        # Scales of A begin at 2^20, those of B at 2^30, and are as far apart as these say.
-        low, first = first_k // STEP, col // 128
-        found[threading.get_ident()] = (row, col, low)
-        columns = [(1 << 30) + 8 * (first + i) + 1000 * low for i in range(3)]
-        made = ((1 << 20) + 4 * row + 10000 * low, *columns, 10000, 1000, 16 - col % 128 // 8)
-        return made
-
-    def scaled(number, step, scale):
-        row, col, low = found[threading.get_ident()]
-        wanted = (
-            (1 << 20) + 4 * row + 10000 * (low + step),
-            (1 << 30) + 8 * ((col + number // 4 * 8) // 128) + 1000 * (low + step),
-        )
-        if scale != wanted:
-            raise Wrong("not the scales of this block and step")
-
-    of_thread, threads, found, begun, met = {}, {}, {}, [], []
+    every = [(1, 128), (128, 256)][seed % 4 == 3]
+    scaled = StepScales(sizes, every) if scales else None
+    of_thread, threads, begun, met = {}, {}, [], []
     readers = 4 * (1 if takes_turns else groups) + arrivals
     loading = 2 if x_rows == any_width_load.SMALL[0] else 1
     machine.takers = 4 * (1 if takes_turns else groups) + loading
@@ -844,7 +987,8 @@ def emulate(
     if format is not None:
         boxes = random.Random(seed).choice((64, x_rows)), boxes[1]
     stood_in = {
-        "finish_tile": finish_tile, "combine": combine, "scales_of": scales_of, "finish_in_cluster": finish_in_cluster,
+        "finish_tile": finish_tile, "combine": combine, "finish_in_cluster": finish_in_cluster,
+        "scales_of": scaled and scaled.of_tile,
         "arrive_in_cluster": lambda: met.append(threading.get_ident()),
         "in_ranges": lambda x_form, y_form: bool(ranges), "in_order": lambda unit, state, table: unit,
     } | changes  # fmt: skip
@@ -853,6 +997,9 @@ def emulate(
     streams, apart = random.Random(seed).randrange(3), 16 if forms[0] == "packed" or scales else 8
     less, more = (edge, 2 * width - edge) if edge else (width - apart, width + apart)
     widths = random.Random(seed).sample([less, width, more], 3)
+    if scales and (groups, width) in WIDE_SCALED:
+        assert N % 128 == 0
+        widths = [width]
     unused = BARRIERS_AT + 8 * (2 * STAGES + 2)
     barriers = types.SimpleNamespace(index=lambda at: BARRIERS_AT + 8 * at)
     ring = (barriers, stages, divisor(stages))
@@ -890,7 +1037,7 @@ def emulate(
     # BARRIERS_AT and PLACES.
     constants = (
         promotes,
-        (1, 128) if scales else None,
+        (*every, math.gcd(N, 128)) if scales else None,
         x_rows,
         widths,
         False,
@@ -929,7 +1076,7 @@ def emulate(
             None,
             ring,
             first(),
-            (),
+            scaled.step_args if scales else (),
             (),
             None if parts == 1 else (),
             sizes,
@@ -1029,6 +1176,30 @@ def emulate(
     return edges
 
 
+#: The forms, and that steps are promoted and scaled.
+_BY_SCALES = ("rows", "rows"), True, True
+#: Cases whose steps are multiplied by scales before they are added; see CASES.
+SCALED = [
+    # Tiles begin at multiples of 16.
+    (2, 128, 80, 3, False, (300, 400, 330), 2, *_BY_SCALES),
+    (1, 64, 160, 3, False, (200, 720, 200), 1, *_BY_SCALES),
+    (2, 128, 144, 3, False, (300, 1008, 200), 1, *_BY_SCALES),
+    (2, 128, 48, 3, False, (300, 400, 330), 2, *_BY_SCALES),
+    (2, 128, 128, 3, False, (300, 592, 330), 1, *_BY_SCALES),
+    # At multiples of 32, 64 and 128.
+    (1, 64, 96, 4, False, (200, 608, 600), 1, *_BY_SCALES),
+    (2, 128, 160, 3, False, (300, 640, 330), 1, *_BY_SCALES),
+    (2, 128, 64, 3, False, (300, 576, 330), 2, *_BY_SCALES),
+    (2, 128, 128, 3, False, (300, 640, 600), 2, *_BY_SCALES),
+    # Warpgroups that take turns, and clusters.
+    (2, 64, 128, 3, True, (256, 640, 330), 1, *_BY_SCALES),
+    (2, 64, 112, 4, True, (256, 592, 600), 1, *_BY_SCALES),
+    (1, 64, 64, 4, False, (100, 192, 1000), 3, *_BY_SCALES, None, True),
+    # Tiles that have a kernel of their own: one piece, two pieces, and three warpgroups.
+    (2, 128, 192, 3, False, (300, 640, 330), 1, *_BY_SCALES),
+    (2, 128, 256, 3, False, (300, 640, 330), 1, *_BY_SCALES),
+    (3, 192, 128, 3, False, (400, 384, 520), 1, *_BY_SCALES),
+]
 CASES = [
     # groups, rows of X, width, stages, taking turns, sizes, parts along K of what fills no last wave
     (1, 64, 72, 3, False, (256, 300, 200)),
@@ -1061,11 +1232,6 @@ CASES = [
     (2, 256, 80, 3, False, (600, 300, 200), 1, ("rows", "rows"), True),
     (2, 64, 80, 3, True, (256, 400, 200), 1, ("rows", "rows"), True),
     (2, 256, 136, 3, False, (600, 300, 200), 1, ("rows", "rows"), True),
-    # Steps that are multiplied by scales before, of two and of three times 128 columns.
-    (2, 128, 80, 3, False, (300, 400, 330), 2, ("rows", "rows"), True, True),
-    (1, 64, 160, 3, False, (200, 720, 200), 1, ("rows", "rows"), True, True),
-    (2, 128, 144, 3, False, (300, 1008, 200), 1, ("rows", "rows"), True, True),
-    (2, 128, 48, 3, False, (300, 400, 330), 2, ("rows", "rows"), True, True),
     # Packed weights.
     (2, 128, 64, 3, False, (304, 300, 330), 2, ("packed", "rows"), False, False, str(INT4)),
     (2, 256, 64, 4, False, (608, 300, 200), 1, ("packed", "rows"), False, False, str(INT4)),
@@ -1103,28 +1269,28 @@ CASES = [
     (2, 96, 72, 4, False, (300, 400, 640), 1, ("sparse", "rows"), False, False, str(WIDE)),
     (2, 128, 64, 4, False, (320, 300, 650), 2, ("sparse pairs", "rows"), False, False, str(WIDE_PAIRS)),
     (1, 64, 64, 5, False, (64, 96, 2400), 3, ("sparse", "rows"), False, False, str(WIDE), True),
+    *SCALED,
 ]
 
 
-#: Warpgroups, rows of X, width, stages, sizes, forms, scales, format, and the width of an edge tile. The emulated
-#: program has no edge tile in the last case, and at least one in the others.
+#: Warpgroups, rows of X, width, stages, sizes, forms, format, and the width of an edge tile. The emulated program has no
+#: edge tile in the last case, and at least one in the others.
 EDGES = [
-    (2, 128, 128, 4, (500, 572, 330), ("rows", "rows"), False, None, 64),
-    (1, 64, 104, 3, (290, 250, 200), ("rows", "rows"), False, None, 72),
-    (2, 256, 96, 3, (1000, 360, 200), ("sparse", "rows"), False, str(SPARSE), 80),
-    (2, 128, 128, 3, (384, 430, 200), ("rows", "turned"), False, None, 64),
-    (2, 128, 96, 3, (512, 176, 200), ("rows", "rows"), True, None, 80),
-    (3, 192, 96, 4, (752, 460, 520), ("pairs", "rows"), False, None, 80),
-    (1, 64, 104, 3, (290, 146, 200), ("rows", "rows"), False, None, 72),
+    (2, 128, 128, 4, (500, 572, 330), ("rows", "rows"), None, 64),
+    (1, 64, 104, 3, (290, 250, 200), ("rows", "rows"), None, 72),
+    (2, 256, 96, 3, (1000, 360, 200), ("sparse", "rows"), str(SPARSE), 80),
+    (2, 128, 128, 3, (384, 430, 200), ("rows", "turned"), None, 64),
+    (3, 192, 96, 4, (752, 460, 520), ("pairs", "rows"), None, 80),
+    (1, 64, 104, 3, (290, 146, 200), ("rows", "rows"), None, 72),
 ]
 
 
 @pytest.mark.parametrize("case", EDGES, ids=str)
 def test_edge_tiles(case):
-    groups, x_rows, width, stages, sizes, forms, scaled, format, edge = case
+    groups, x_rows, width, stages, sizes, forms, format, edge = case
     for seed in range(2):
         edges = emulate(
-            seed, groups, x_rows, width, stages, False, sizes, 1, forms, scaled, scaled, format, edge=edge
+            seed, groups, x_rows, width, stages, False, sizes, 1, forms, False, False, format, edge=edge
         )
         assert bool(edges) == (case is not EDGES[-1])
 
@@ -1154,6 +1320,28 @@ def test_every_warp_reads_what_was_loaded_for_it(case, seed):
     emulate(seed, *case)
 
 
+#: Warpgroups, rows of X, width and columns of products with scales, which have two tiles beside each other.
+OF_STEPS = [
+    (1, 64, 112, 208),
+    (2, 128, 96, 160),
+    (2, 128, 128, 256),
+    (2, 128, 192, 256),
+    (2, 128, 256, 384),
+    (3, 192, 128, 256),
+]
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("case", OF_STEPS, ids=str)
+@pytest.mark.parametrize("steps", range(1, 10))
+def test_scales_of_so_many_steps(steps, case):
+    """Four steps' scales are loaded at once, and before them those of the steps that are left over."""
+    groups, x_rows, width, N = case
+    emulate(steps, groups, x_rows, width, 3, False, (2 * x_rows, N, 64 * steps), 1, *_BY_SCALES)
+    # The program's second tile begins in the middle of K. Launches do not cut wide tiles, but the loop could.
+    emulate(steps + 1, groups, x_rows, width, 3, False, (2 * x_rows, N, 64 * 3 * steps - 32), 3, *_BY_SCALES)
+
+
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("steps", range(1, 13))
 def test_sparse_weights_of_so_many_steps(steps):
@@ -1179,6 +1367,12 @@ def made_by_another_warp(text):
     return text
 
 
+def first_blocks_of_y(text):
+    """The assembly whose promoted steps all multiply the first stage's blocks of Y."""
+    found = re.search(r"sub\.s32 first_y, (\$\d+)", text)
+    return re.sub(r"mad\.lo\.s32 y, at, [^;]*;", f"mov.b32 y, {found[1]};", text) if found else text
+
+
 MUTANTS = {
     "phases that never change": {
         "message": "loaded while it is read",
@@ -1195,6 +1389,16 @@ MUTANTS = {
     "sums that are promoted too early": {
         "message": "added before it is there",
         "edit": lambda text: text.replace("wait_group.sync.aligned 0", "wait_group.sync.aligned 9"),
+    },
+    "promoted steps of the first stage's blocks": {
+        "message": "not the blocks of this step",
+        "cases": [case for case in CASES if case[8:9] == (True,)],
+        "edit": first_blocks_of_y,
+    },
+    "a ring of promoted steps that does not begin again": {
+        "message": "all wait",
+        "cases": [case for case in CASES if case[8:9] == (True,)],
+        "edit": lambda text: text.replace("wraps, at, end", "wraps, before, end"),
     },
     "operands that are unpacked while they are read": {
         "message": "unpacked while products read it",
@@ -1219,14 +1423,6 @@ MUTANTS = {
         "edit": lambda text: text.replace(
             "@one mbarrier.arrive.shared::cta.b64 _, [earlier", "@!one exit [earlier"
         ),
-    },
-    "the first 128 columns' scales for all": {
-        "message": "not the scales of this block and step",
-        "edit": lambda text: text.replace("-1, 0, less", "0, 0, less"),
-    },
-    "scales that stay those of the first step": {
-        "message": "not the scales of this block and step",
-        "edit": lambda text: text.replace("add.s64 at_col0, at_col0", "add.s64 at_col1, at_col1"),
     },
     "rows of one half for those of two": {
         "message": "not the blocks of this step",
@@ -1414,6 +1610,101 @@ SPARSE_MUTANTS = {
         "edit": lambda text: re.sub(r"(words\d\d, 0), 1,", r"\1, 0,", text),
     },
 }
+NO_SCALES = "not the scales of this block and step"
+#: Those of scales along K.
+SCALE_MUTANTS = {
+    "the first 128 columns' scales for all": {
+        "message": NO_SCALES,
+        "edit": lambda text: text.replace("-1, 0, has", "0, 0, has"),
+    },
+    "tiles that are thought to begin with 128 columns": {
+        "message": NO_SCALES,
+        "starts_of": lambda width, apart: 128,
+    },
+    "one row's scales for both": {
+        "message": NO_SCALES,
+        "edit": lambda text: re.sub(r"(both1\d, of)1", r"\g<1>0", text),
+    },
+    "columns' scales that stay those of the first steps": {
+        "message": NO_SCALES,
+        "edit": lambda text: text.replace("add.s32 at_col0, at_col0, col_step;", ""),
+    },
+    "rows' scales that stay those of the first steps": {
+        "message": NO_SCALES,
+        "edit": lambda text: text.replace("add.s32 at_row1, at_row1, row_step;", ""),
+    },
+    "the first thread's scales for all": {
+        "message": NO_SCALES,
+        "edit": lambda text: text.replace(", quad, 0x1C1F", ", 0, 0x1C1F"),
+    },
+    "the next thread's scales": {
+        "message": NO_SCALES,
+        "edit": lambda text: text.replace("neg.s32 quad, left", "sub.s32 quad, 1, left"),
+    },
+    "threads that have the steps from the first thread on": {
+        "message": NO_SCALES,
+        "edit": lambda text: text.replace("sub.s32 own, own, none;", ""),
+    },
+    "the next group's scales a step too early": {
+        "message": NO_SCALES,
+        "edit": lambda text: text.replace("same, quad, 3", "same, quad, 2"),
+    },
+    "the next group's scales a step too late": {
+        "message": NO_SCALES,
+        "edit": lambda text: text.replace("same, quad, 3", "same, quad, 0"),
+    },
+    "no next group after the first one": {
+        "message": NO_SCALES,
+        "edit": lambda text: re.sub(r"has, (\$\d+), 4;", r"has, \1, 8;", text),
+    },
+    "a next group after the first one, which is the last": {
+        "message": "not the scales of the steps that exist",
+        "edit": lambda text: re.sub(r"has, (\$\d+), 4;", r"has, \1, 0;", text),
+    },
+    "a next group after the last one": {
+        "message": "not the scales of the steps that exist",
+        "edit": lambda text: text.replace("has, left, 5", "has, left, 1"),
+    },
+    "scales of steps before the first one": {
+        "message": "not the scales of the steps that exist",
+        "edit": lambda text: text.replace("max.s32 none, own, 0", "mov.b32 none, own"),
+    },
+    "threads that go different ways": {
+        "message": "the threads of a quad go different ways",
+        "edit": lambda text: re.sub(
+            r"max\.s32 none, own, 0;", r"\g<0> setp.le.s32 has, own, 0; @has bra NONE; NONE:", text
+        ),
+    },
+}
+#: Those of steps with two pieces.
+PIECE_MUTANTS = {
+    "the first piece's columns for both": {
+        "message": "not the blocks of this step",
+        "edit": lambda text: re.sub(
+            r"own, y, (10\d\d);", lambda found: f"own, y, {int(found[1]) - 1024};", text
+        ),
+    },
+    "the first piece's scales for both": {
+        "message": NO_SCALES,
+        "edit": lambda text: re.sub(r"(both\d1, of\d)1", r"\g<1>0", text),
+    },
+    "a first piece that is not waited for": {
+        "message": "added before it is there",
+        "edit": lambda text: text.replace("aligned 0; fma", "aligned 9; fma"),
+    },
+    "a second piece that is multiplied before the first one is added": {
+        "message": "sums are overwritten before they are added",
+        "edit": lambda text: re.sub(
+            r"((?:fma[^;]*;)+)(wgmma\.fence.*?commit_group\.sync\.aligned;)", r"\2\1", text, flags=re.DOTALL
+        ),
+    },
+    "a stage that is free after the first piece": {
+        "message": "loaded while it is read",
+        "edit": lambda text: re.sub(
+            r"(aligned 0; )(fma.*?)(elect\.sync[^;]*;[^;]*;)", r"\1\3\2", text, flags=re.DOTALL
+        ),
+    },
+}
 #: Those of clusters.
 CLUSTER_MUTANTS = {
     "idle warps that load": {
@@ -1425,7 +1716,7 @@ CLUSTER_MUTANTS = {
         "edit": lambda text: text.replace("setp.ge.u32 more, warp, 2;", "setp.ge.u32 more, warp, 1;"),
     },
 }
-MUTANTS |= SPARSE_MUTANTS | CLUSTER_MUTANTS
+MUTANTS |= SPARSE_MUTANTS | SCALE_MUTANTS | PIECE_MUTANTS | CLUSTER_MUTANTS
 
 
 @pytest.mark.sampled(5)
@@ -1437,6 +1728,10 @@ def test_mutants_are_caught(mutant):
     cases = MUTANTS[mutant].get("cases", CASES[1:])
     if mutant in SPARSE_MUTANTS:
         cases = [case for case in cases if len(case) > 7 and case[7][0].startswith("sparse")]
+    if mutant in SCALE_MUTANTS:
+        cases = SCALED
+    if mutant in PIECE_MUTANTS:
+        cases = [case for case in SCALED if case[2] > any_width_scales.WIDEST_PIECE]
     if mutant in CLUSTER_MUTANTS:
         cases = [case for case in cases if len(case) > 11 and case[11]]
     # Some need a warp to be late by a whole tile.
