@@ -43,7 +43,13 @@ POSED = {
 #: Kernels that only Hopper can run, and only some versions of Triton can compile, with their names.
 SPECIALIZED = {
     "packed": ("int4_gelu", "bf16", "64x64x128-g1-w8-s4-specialized-descriptor-swap", 16, "gemm_specialized"),
-    "scaled": ("scaled_blocks", "e4m3", "128x256x128-g0-w8-s4-cooperative-descriptor", 4096, "gemm_any_width"),
+    "scaled": (
+        "scaled_blocks",
+        "e4m3",
+        "128x256x128-g0-w8-s4-cooperative-descriptor",
+        4096,
+        "gemm_any_width",
+    ),
 }
 
 #: The same for sums over ranks, with the kernel's name; the last one's columns come in pairs.

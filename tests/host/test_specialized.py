@@ -52,7 +52,9 @@ def test_what_it_suits():
     assert SPECIALIZED.suits(packed(epilogue="swiglu"))
     # Others have nothing to unpack.
     assert not SPECIALIZED.suits(abstract_problem(4096, 8192, 8192, device=H200))
-    assert not SPECIALIZED.suits(abstract_problem(4096, 8192, 8192, device=H200, dtype="e4m3", scales="block"))
+    assert not SPECIALIZED.suits(
+        abstract_problem(4096, 8192, 8192, device=H200, dtype="e4m3", scales="block")
+    )
     batch = replace(packed(), batch=(2,))
     assert not SPECIALIZED.suits(batch)
     columns = replace(packed(), a=replace(packed().a, row=1, col=4096))
