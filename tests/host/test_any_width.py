@@ -267,9 +267,11 @@ def test_block_scales_are_of_16_columns(N, width, message):
         (2176, "128x192x128-g8-w8-s4-cooperative-descriptor", None),
         (2176, "128x256x128-g8-w8-s3-cooperative-descriptor", None),
         (2176, "192x128x128-g8-w12-s4-cooperative-descriptor", None),
-        (2176, "128x176x128-g8-w8-s4-cooperative-descriptor", "a width of 160 or 192 or 256"),
+        (2176, "128x176x128-g8-w8-s4-cooperative-descriptor", "a width of 160 or one of 192 or one of 256"),
         (2176, "64x192x128-g8-w4-s4-cooperative-descriptor", "a width of 176"),
-        (2176, "192x96x128-g8-w12-s4-cooperative-descriptor", "a width of 128"),
+        (2176, "192x96x128-g8-w12-s4-cooperative-descriptor", "registers for one of 128"),
+        (2176, "96x192x128-g8-w8-s4-cooperative-descriptor", "a width of 160$"),
+        (2176, "64x192x128-g8-w8-s4-pingpong-descriptor", "a width of 160$"),
         (2176, "128x192x128-g8-w8-s4-cooperative-descriptor-k2", "192 columns are not cut along K"),
         (2176, "192x128x128-g8-w12-s4-cooperative-descriptor-k2", "128 columns are not cut along K"),
         (2176, "128x128x128-g8-w8-s4-cooperative-descriptor-k2", None),
@@ -704,9 +706,28 @@ def test_edge_tiles_only_where_they_save_time():
         assert not edges_of(p, config).width
 
 
+def test_offsets_of_scales_have_32_bits():
+    p = abstract_problem(1 << 20, 2176, 1 << 16, device=H200, dtype="e4m3", scales="block")
+    config = Config.of("128x128x128-g8-w8-s4-cooperative-descriptor")
+    # A scale of a row takes 4 bytes, and 2^10 of them are adjacent here.
+    fits, beyond = (replace(p, M=M) for M in ((1 << 31) // (1 << 12) // 4, (1 << 31) // (1 << 12)))
+    schedules.bind(fits, config)
+    apart = replace(p.a, scale=replace(p.a.scale, row=1 << 12))
+    with pytest.raises(ValueError, match="offsets of scales along K reach up to 2147483644 bytes"):
+        schedules.bind(replace(beyond, a=apart), config)
+    assert COOPERATIVE.considers(
+        replace(p, a=apart), np.array([[1], [1 << 17], [1 << 18]]), config
+    ).tolist() == [
+        [True],
+        [True],
+        [False],
+    ]
+    assert not COOPERATIVE.suits(replace(fits, b=replace(p.b, scale=replace(p.b.scale, row=1 << 26))))
+
+
 @pytest.mark.parametrize("N", [2192, 2176])
 def test_scales_along_k_have_no_edge_tiles(N):
-    # The columns of an edge tile begin anywhere. Those of these tiles begin at multiples of their widths.
+    # The columns of an edge tile may begin at any multiple of 16.
     for M in range(8, 6000, 88):
         p = abstract_problem(M, N, 4096, device=H200, dtype="e4m3", scales="block")
         assert not any_width_edge.may_have_edges(p)

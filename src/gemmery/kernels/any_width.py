@@ -298,7 +298,7 @@ def produce(
 @gluon.jit
 def sum_steps(
     heads, ring, steps, stage, phase, y_rows, width, turn, scales, KIND: gl.constexpr, PROMOTES: gl.constexpr,
-    APART: gl.constexpr, X_ROWS: gl.constexpr, FIRST: gl.constexpr, OWN: gl.constexpr, WIDTHS: gl.constexpr,
+    N_DIVISOR: gl.constexpr, X_ROWS: gl.constexpr, FIRST: gl.constexpr, OWN: gl.constexpr, WIDTHS: gl.constexpr,
     PART: gl.constexpr, FORMAT: gl.constexpr, X_FORM: gl.constexpr, Y_FORM: gl.constexpr, PINGPONG: gl.constexpr,
     BARRIERS_AT: gl.constexpr,
 ):  # fmt: skip
@@ -315,8 +315,8 @@ def sum_steps(
     return multiply_steps(
         in_block(shared_at(BARRIERS_AT)), in_block(stage), in_block(phase), in_block(ring[1]), in_block(steps),
         in_block(heads[0]), in_block(heads[1]), in_block(y_rows), in_block(width),
-        (in_block(turn[0]), in_block(turn[1]), in_block(turn[2])), scales, X_ROWS, FIRST, OWN, KIND, PROMOTES, APART,
-        FORMAT, X_FORM, Y_FORM, WIDTHS, PART, PINGPONG,
+        (in_block(turn[0]), in_block(turn[1]), in_block(turn[2])), scales, X_ROWS, FIRST, OWN, KIND, PROMOTES,
+        N_DIVISOR, FORMAT, X_FORM, Y_FORM, WIDTHS, PART, PINGPONG,
     )  # fmt: skip
 
 
@@ -333,8 +333,8 @@ def scales_of(step_args, row, col, shape, first_k, EVERY_M: gl.constexpr, EVERY_
         EVERY_M, EVERY_N: rows and columns that share a scale; the latter in multiples of 128.
 
     Returns:
-        The addresses of A's and of B's scales; how many bytes behind these the first step's are, of the rows and of
-        three spans; the bytes to the next step's, for rows and for spans; and the number of blocks of 8 columns in the
+        The addresses of A's and of B's scales; the byte offsets of the first step's scales, for the rows and for three
+        spans; the byte strides from one step to the next, for A and for B; and the number of blocks of 8 columns in the
         first span.
     """
     at_a, _, row_a, k_a, at_b, _, row_b, k_b = step_args
@@ -343,12 +343,13 @@ def scales_of(step_args, row, col, shape, first_k, EVERY_M: gl.constexpr, EVERY_
     rows = gl.minimum(row + gl.arange(0, 64, gl.SliceLayout(1, BLOCK8)), shape[0] - 1) // EVERY_M
     of_rows = gl.expand_dims((rows * row_a + low * k_a).to(gl.int32) * 4, 1)
     of_rows = of_rows + gl.zeros([64, 8], gl.int32, BLOCK8)
-    made = (in_block(gl.cast(at_a, gl.int64)), in_block(gl.cast(at_b, gl.int64)), of_rows)
+    of_spans = ()
     for i in gl.static_range(3):
         column = gl.minimum(col // 128 + i, (shape[1] - 1) // 128) * 128 // EVERY_N
-        made += (in_block((column * row_b + low * k_b).to(gl.int32) * 4),)  # type: ignore[assignment]
-    made += (in_block(gl.cast(k_a, gl.int32) * 4), in_block(gl.cast(k_b, gl.int32) * 4))  # type: ignore[assignment]
-    return made + (in_block(16 - col % 128 // 8),)  # noqa: RUF005
+        of_spans += (in_block((column * row_b + low * k_b).to(gl.int32) * 4),)  # type: ignore[assignment]
+    bases = (in_block(gl.cast(at_a, gl.int64)), in_block(gl.cast(at_b, gl.int64)))
+    strides = (in_block(gl.cast(k_a, gl.int32) * 4), in_block(gl.cast(k_b, gl.int32) * 4))
+    return bases + (of_rows,) + of_spans + strides + (in_block(16 - col % 128 // 8),)  # noqa: RUF005
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -451,13 +452,13 @@ def consume(
                 SWAP, EACH, BUFFERS, PART, BARRIERS_AT,
             )  # fmt: skip
         scales = ()
-        APART: gl.constexpr = 0 if EVERY is None else EVERY[2]
+        N_DIVISOR: gl.constexpr = 0 if EVERY is None else EVERY[2]
         if EVERY is not None:
             scales = scales_of(step_args, row + FIRST, col, (end, shape[1]), first_k, EVERY[0], EVERY[1])
         acc = sum_steps(
             (heads[0], heads[1] + 8 * skipped), ring, steps, stage, phase, tile[0], width,
-            (turn_at(GROUP, BARRIERS_AT), turn, turn_at(1 - GROUP, BARRIERS_AT)), scales, KIND, PROMOTES, APART, X_ROWS,
-            FIRST, OWN, WIDTHS, PART, FORMAT, X_FORM, Y_FORM, PINGPONG, BARRIERS_AT,
+            (turn_at(GROUP, BARRIERS_AT), turn, turn_at(1 - GROUP, BARRIERS_AT)), scales, KIND, PROMOTES, N_DIVISOR,
+            X_ROWS, FIRST, OWN, WIDTHS, PART, FORMAT, X_FORM, Y_FORM, PINGPONG, BARRIERS_AT,
         )  # fmt: skip
         if PINGPONG:
             turn = turn ^ 1
@@ -573,7 +574,7 @@ def gemm_any_width(
             type; None if it reads none.
         SECOND: the same number, where the matrix is a second result; otherwise None.
         KIND, PROMOTES, WIDTHS: see `multiply_steps`.
-        EVERY: rows of A and columns of B that share a scale along K, and a divisor of N; None if there are no such
+        EVERY: rows of A and columns of B that share a scale along K, and gcd(N, 128); None if there are no such
             scales.
         RING_ROWS: rows of all stages, at least.
         GROUPS: warpgroups that multiply: 1, 2 or 3; 2 with PINGPONG.

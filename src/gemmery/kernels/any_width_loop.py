@@ -127,11 +127,12 @@ def _step(sums, KIND, turned):
 def _promoted_step(sums, KIND, places, scales):
     """As `_step`, but the products have separate registers, which are then added to the accumulator.
 
-    Other warpgroups multiply meanwhile. A wide tile's step has two pieces, which share these registers.
+    Other warpgroups multiply meanwhile. A tile wider than `WIDEST_PIECE` is summed in pieces of 128 columns, one after
+    the other, in the same registers.
 
     Args:
         places: assembly that finds the step's blocks.
-        scales: by which the sums are multiplied before, see `Scales`; None if there are none.
+        scales: multiplies the sums by their scales before, see `Scales`; None without scales.
     """
     width = 2 * len(sums[0])
     piece = SPAN if scales and width > WIDEST_PIECE else width
@@ -147,14 +148,34 @@ def _promoted_step(sums, KIND, places, scales):
         for row, numbers in zip(sums, own, strict=True):
             totals = row[col // 2 : (col + piece) // 2]
             if scales:
-                text += scaled_sums(totals, numbers, col // SPAN, starts_of(piece, scales.apart))
+                text += scaled_sums(totals, numbers, col // SPAN, starts_of(piece, scales.divisor))
             else:
                 text += "".join(f"add.f32 {x}, {x}, {y};" for x, y in zip(totals, numbers, strict=True))
     return f"{{ {text} }}"
 
 
+def _by_stage(full, stages, x, y, x_block, y_rows, y_blocks):
+    """Assembly that counts the steps of a loop, and has the places of a step's blocks in registers.
+
+    Args:
+        full, stages, x, y, y_rows: operands of `multiply_steps`.
+        x_block, y_blocks: the size of X's block in units of 16 bytes, and the blocks of each row of Y.
+
+    Returns:
+        What comes before the loop, and what goes on to the next step.
+    """
+    return (
+        f"add.s32 before, {full}, {NOWHERE}; mad.lo.s32 x, stage, {x_block}, {x};"
+        f"mul.lo.s32 y_rows, {y_rows}, {8 * y_blocks}; mad.lo.s32 y, stage, y_rows, {y};",
+        f"mov.b32 before, at; add.s32 at, at, 8; add.s32 x, x, {x_block}; add.s32 y, y, y_rows;"
+        f"add.s32 stage, stage, 1; setp.ge.s32 wraps, stage, {stages};"
+        f"@wraps mov.b32 stage, 0; @wraps mov.b32 at, {full}; @wraps mov.b32 x, {x}; @wraps mov.b32 y, {y};"
+        "@wraps xor.b32 phase, phase, 1; sub.s32 left, left, 1; setp.gt.s32 more, left, 0;",
+    )
+
+
 def _by_barrier(full, stages, x, y, rows, y_rows):
-    """Assembly that counts a loop's steps by their barriers alone, which takes few registers.
+    """Assembly that derives the places of a step's blocks from its barrier's address, which saves registers.
 
     Args:
         full, stages, x, y, rows, y_rows: operands of `multiply_steps`, and the rows of X in a stage.
@@ -192,7 +213,7 @@ def _tail(registers, width, part):
 @builtin
 def multiply_steps(
     full, stage, phase, stages, steps, head_x, head_y, y_rows, width, turn, scales, X_ROWS, FIRST, OWN, KIND,
-    PROMOTES, APART, FORMAT, X_FORM, Y_FORM, WIDTHS, PART, PINGPONG, _semantic=None,
+    PROMOTES, N_DIVISOR, FORMAT, X_FORM, Y_FORM, WIDTHS, PART, PINGPONG, _semantic=None,
 ):  # fmt: skip
     """The K loop of a warpgroup: the sum of the products of some rows of X and `width` of Y, of at least one step.
 
@@ -211,7 +232,7 @@ def multiply_steps(
         KIND: the types of X and of Y, as PTX names them, with a point between them.
         scales: what `scales_of` gives for steps that are multiplied by scales, which are promoted; (), where none is.
         PROMOTES: whether each step is summed separately and then added. Tensor cores sum fp8 with 14 bits.
-        APART: see `any_width_scales.starts_of`; any number without scales.
+        N_DIVISOR: see `any_width_scales.starts_of`; any number without scales.
         FORMAT: of a packed or sparse weight, which is X; see `any_width_stage.Stage`. Otherwise None.
         X_FORM, Y_FORM: the forms of the operands.
         WIDTHS: what `width` may be, in the order of the code for each.
@@ -233,17 +254,12 @@ def multiply_steps(
     )
     turned = value_of(X_FORM).endswith("turned"), value_of(Y_FORM).endswith("turned")
     rows, format = value_of(X_ROWS), format_of(FORMAT)
-    # In units of 16 bytes.
-    x_block = x_bytes(rows, format) // 16
-    begins, places = "", ""
-    go_on = (
-        f"mov.b32 before, at; add.s32 at, at, 8; add.s32 x, x, {x_block}; add.s32 y, y, y_rows;"
-        f"add.s32 stage, stage, 1; setp.ge.s32 wraps, stage, {stages_};"
-        f"@wraps mov.b32 stage, 0; @wraps mov.b32 at, {full_}; @wraps mov.b32 x, {x_}; @wraps mov.b32 y, {y_};"
-        "@wraps xor.b32 phase, phase, 1; sub.s32 left, left, 1; setp.gt.s32 more, left, 0;"
-    )
+    places = ""
     if value_of(PROMOTES) and format is None:
         begins, places, go_on = _by_barrier(full_, stages_, x_, y_, rows, y_rows_)
+    else:
+        x_block, y_blocks = x_bytes(rows, format) // 16, y_blocks_of(format)
+        begins, go_on = _by_stage(full_, stages_, x_, y_, x_block, y_rows_, y_blocks)
     own_turn, turns = "", ""
     if value_of(PINGPONG):
         own_turn = f"{{ {WAIT.format(barrier=turn_at, phase=turn_phase)} }}"
@@ -259,7 +275,7 @@ def multiply_steps(
             cases.append(f"{{ {own_turn} {format.steps(*given)} }}")
             continue
         if value_of(PROMOTES):
-            scaling = Scales(numbers + 48, steps_, each, value_of(APART)) if len(scales) else None
+            scaling = Scales(numbers + 48, steps_, each, value_of(N_DIVISOR)) if len(scales) else None
             first = scaling.begin() if scaling else ""
             step, last = _promoted_step(sums, kind, places, scaling), turns + ends
         else:
@@ -276,9 +292,7 @@ def multiply_steps(
         ".reg .pred adds, done, one, wraps, more; .reg .b64 own_x, own_y;"
         ".reg .b32 stage, phase, at, before, left, x, y, y_rows, own;"
         f"mov.b32 stage, {stage_}; mov.b32 phase, {phase_}; mov.b32 left, {steps_}; setp.ne.s32 adds, 0, 0;"
-        f"mad.lo.s32 at, stage, 8, {full_}; add.s32 before, {full_}, {NOWHERE}; mad.lo.s32 x, stage, {x_block}, {x_};"
-        f"mul.lo.s32 y_rows, {y_rows_}, {8 * y_blocks_of(format)}; mad.lo.s32 y, stage, y_rows, {y_};"
-        f"{begins}{zeroed(registers)}{switch(width_, widths, cases)} }}",
+        f"mad.lo.s32 at, stage, 8, {full_}; {begins}{zeroed(registers)}{switch(width_, widths, cases)} }}",
         ",".join(constraints),
         [full, stage, phase, stages, steps, head_x, head_y, y_rows, width, *turn, *scales],
         dtype=[gl.float32] * (numbers // 4), is_pure=False, pack=4, _semantic=_semantic,

@@ -1,35 +1,36 @@
 """Scales along K in tiles of any width: each step's sums are multiplied by them before they are added; see `scales`.
 
-Warpgroups do this each at its own pace, so the tensor cores work for one while another one adds. This is how DeepGEMM
+Warpgroups do not wait for each other, so the tensor cores work for one while another one adds. This is how DeepGEMM
 (github.com/deepseek-ai/DeepGEMM) keeps them busy.
 
-Shared memory is what such a product waits for, and each load of a scale takes a part of its bandwidth. A thread has 64
-rows' scales of two rows, which the four threads of a quad have in common. Therefore each of these loads the scales of
-one of four steps, multiplies those of its rows by those of the columns, and gives the others the results.
+The bandwidth of shared memory limits these products, and loads of scales use part of it. The four threads of a quad
+have sums of the same two rows. So each of them loads the scales of one of four steps, multiplies those of the rows by
+those of the columns, and passes the results to the others by shuffles.
+
+A span is 128 columns of B from a multiple of 128 on, which share a scale.
 """
 
 import math
 from typing import NamedTuple
 
-#: Columns that share a scale, numbers of a thread in 16 columns of 64 rows, and operands of an inline assembly for one
-#: block of 64 by 8.
-SPAN, PAIR, EACH = 128, 8, 4
-#: The widest tile whose sums of a step fit into registers beside the accumulator.
+#: Columns of a span; numbers of a thread in 16 columns of 64 rows; and operands of an inline assembly for one argument.
+SPAN, NUMBERS, OPERANDS = 128, 8, 4
+#: The widest tile whose step is summed at once. Wider tiles are summed in pieces of `SPAN` columns.
 WIDEST_PIECE = 192
 
 
-def starts_of(width: int, apart: int) -> int:
-    """The number of which the first columns of all tiles of a width are multiples.
+def starts_of(width: int, divisor: int) -> int:
+    """The largest power of two, up to 128, that divides the first column of every tile of a width.
 
     Args:
-        apart: a divisor of the matrix's columns. The last tile ends with them.
+        divisor: gcd(N, 128). The last tile is moved back, so that it ends at column N.
     """
-    return math.gcd(width, apart, SPAN)
+    return math.gcd(width, divisor, SPAN)
 
 
-def spans_of(width: int, apart: int) -> int:
-    """How many spans a tile of a width can touch."""
-    return -(-(SPAN - starts_of(width, apart) + width) // SPAN)
+def spans_of(width: int, divisor: int) -> int:
+    """How many spans a tile of a width can touch; see `starts_of`."""
+    return -(-(SPAN - starts_of(width, divisor) + width) // SPAN)
 
 
 class Scales(NamedTuple):
@@ -39,57 +40,58 @@ class Scales(NamedTuple):
         first: the number of the first operand that `scales_of` gives.
         steps: a register with the number of steps, at least one.
         width: of the tile.
-        apart: see `starts_of`.
+        divisor: see `starts_of`.
     """
 
     first: int
     steps: str
     width: int
-    apart: int
+    divisor: int
+
+    def _operand(self, number: int) -> str:
+        """A register of the argument that `scales_of` gives with this number."""
+        return f"${self.first + number * OPERANDS}"
 
     @property
-    def spans(self) -> int:
-        """How many spans the tile can touch."""
-        return spans_of(self.width, self.apart)
+    def _places(self) -> dict[str, str]:
+        """Of the scales of a thread's two rows and of the spans, registers that say where those of the first step are.
 
-    @property
-    def _places(self) -> dict[str, int]:
-        """Of the scales of a thread's two rows and of the spans, the operands that say where they are."""
+        Names begin with "row" or "col".
+        """
         # The two rows of a thread are those of the first and the third number of its part of a block.
-        found = {"row0": self.first + 2 * EACH, "row1": self.first + 2 * EACH + 2}
-        return found | {f"col{j}": self.first + EACH * (3 + j) for j in range(self.spans)}
-
-    @property
-    def _ahead(self) -> str:
-        """A register: blocks of 8 columns in the tile's first span."""
-        return f"${self.first + 8 * EACH}"
+        rows = {"row0": self._operand(2), "row1": f"${self.first + 2 * OPERANDS + 2}"}
+        return rows | {f"col{j}": self._operand(3 + j) for j in range(spans_of(self.width, self.divisor))}
 
     def begin(self) -> str:
         """Assembly that declares registers, and loads the scales of the first steps.
 
-        The last group of four steps is full, and the first one may not be. Its steps are those of the quad's last
-        threads.
+        Steps are loaded in groups of four. The last group is always full. If the first group has fewer steps, they
+        belong to the last threads of the quad.
         """
-        row_step, col_step = (f"${self.first + i * EACH}" for i in (6, 7))
-        products = ", ".join(f"of{i}{j}, both{i}{j}" for i in range(2) for j in range(self.spans))
-        begins = "".join(
-            f"mad.lo.s32 at_{name}, own, {row_step if name[:3] == 'row' else col_step}, ${i};"
-            for name, i in self._places.items()
-        )
+        spans = spans_of(self.width, self.divisor)
+        products = ", ".join(f"of{i}{j}, both{i}{j}" for i in range(2) for j in range(spans))
+        steps = {"row": self._operand(6), "col": self._operand(7)}
+
+        def at_step(step: str) -> str:
+            return "".join(
+                f"mad.lo.s32 at_{name}, {step}, {steps[name[:3]]}, {first};"
+                for name, first in self._places.items()
+            )
+
         return (
             f".reg .f32 {', '.join(self._places)}, {products}, scale0, scale1; .reg .pred has;"
             f".reg .b32 {', '.join(f'at_{name}' for name in self._places)}, quad, row_step, col_step, beyond<8>;"
-            # Threads without a step in the first group load the first step's scales, which nobody uses.
-            "{ .reg .b32 own, none; mov.u32 own, %laneid; and.b32 own, own, 3;"
-            f"neg.s32 none, {self.steps}; and.b32 none, none, 3; sub.s32 own, own, none; max.s32 none, own, 0;"
-            f"{begins.replace('own', 'none')} {self._loads()} {begins} }}"
-            f"shl.b32 row_step, {row_step}, 2; shl.b32 col_step, {col_step}, 2;"
+            # A thread without a step in the first group loads the first step's scales, which are not used.
+            "{ .reg .b32 own, there; mov.u32 own, %laneid; and.b32 own, own, 3;"
+            f"neg.s32 there, {self.steps}; and.b32 there, there, 3; sub.s32 own, own, there; max.s32 there, own, 0;"
+            f"{at_step('there')} {self._loads()} {at_step('own')} }}"
+            f"shl.b32 row_step, {steps['row']}, 2; shl.b32 col_step, {steps['col']}, 2;"
             f"setp.le.s32 has, {self.steps}, 4; {{ {self._next_group()} }} {self._masks()}"
         )
 
     def _loads(self) -> str:
         """Assembly that loads a thread's scales."""
-        bases = {"row": f"${self.first}", "col": f"${self.first + EACH}"}
+        bases = {"row": self._operand(0), "col": self._operand(1)}
         return "".join(
             f"{{ .reg .b64 address; cvt.s64.s32 address, at_{name}; add.s64 address, address, {bases[name[:3]]};"
             f"ld.global.f32 {name}, [address]; }}"
@@ -97,41 +99,49 @@ class Scales(NamedTuple):
         )
 
     def _masks(self) -> str:
-        """Assembly that sets all bits of the registers `beyond` whose columns belong to the next span.
+        """Assembly that sets all bits of register `beyond` i if columns 16 i to 16 i + 15 belong to the next span.
 
-        Those of `beyond1` are the 16 columns from the 16th of a tile on, and so on.
+        These are the columns of each 128 of the tile.
         """
-        pairs = range(0, SPAN // 16, starts_of(self.width, self.apart) // 16)[1:]
+        # Blocks of 8 columns in the tile's first span.
+        ahead = self._operand(8)
+        pairs = range(0, SPAN // 16, starts_of(self.width, self.divisor) // 16)[1:]
         return "".join(
-            f"setp.le.s32 has, {self._ahead}, {2 * pair}; selp.b32 beyond{pair}, -1, 0, has;"
-            for pair in pairs
+            f"setp.le.s32 has, {ahead}, {2 * pair}; selp.b32 beyond{pair}, -1, 0, has;" for pair in pairs
         )
 
     def _next_group(self) -> str:
-        """Assembly that goes on to the next four steps; `has` says whether they are the last ones."""
+        """Assembly that multiplies the scales that were loaded, and loads those of the next four steps.
+
+        `has` says whether there are no further steps.
+        """
+        spans = spans_of(self.width, self.divisor)
         return (
-            "".join(f"mul.f32 of{i}{j}, row{i}, col{j};" for i in range(2) for j in range(self.spans))
-            + "@has bra.uni SAME;"
+            "".join(f"mul.f32 of{i}{j}, row{i}, col{j};" for i in range(2) for j in range(spans))
+            + "@has bra.uni LAST;"
             + "".join(f"add.s32 at_{name}, at_{name}, {name[:3]}_step;" for name in self._places)
-            + f"{self._loads()}\nSAME: "
+            + f"{self._loads()}\nLAST: "
         )
 
     def of_piece(self, first: int, width: int, last: bool) -> str:
-        """Assembly that finds the scales of a piece of a step, of which `left` counts the remaining ones.
+        """Assembly that fetches the scales of a piece of a step.
+
+        Register `left` has the number of remaining steps, this one included.
 
         Args:
-            first, width: the span in which its first column lies, if the tile begins with a span, and its columns.
+            first: the piece's first column in the tile, divided by 128.
+            width: its columns.
             last: whether this is the step's last piece.
         """
-        # The four threads of a quad have registers of their own.
+        # From the thread of the quad that loaded this step.
         finds = "".join(
             f"shfl.sync.idx.b32 both{i}{j}, of{i}{j}, quad, 0x1C1F, 0xffffffff;"
             for i in range(2)
-            for j in range(first, first + spans_of(width, self.apart))
+            for j in range(first, first + spans_of(width, self.divisor))
         )
         after = (
             "{ .reg .pred same; setp.ne.s32 same, quad, 3; @same bra.uni SAME; setp.le.s32 has, left, 5;"
-            f"{self._next_group()} }}"
+            f"{{ {self._next_group()} }}\nSAME: }}"
         )
         return f"neg.s32 quad, left; and.b32 quad, quad, 3; {finds} {after if last else ''}"
 
@@ -141,15 +151,15 @@ def scaled_sums(totals: list[str], numbers: list[str], first: int, starts: int) 
 
     Args:
         totals, numbers: registers, of which 16 columns of 64 rows have 8.
-        first: the span in which the first column lies.
+        first: the first column in the tile, divided by 128.
         starts: see `starts_of`. As many columns have the same scale.
     """
     lines = []
-    for at in range(0, len(totals), PAIR):
-        span, pair = divmod(at // PAIR, SPAN // 16)
+    for at in range(0, len(totals), NUMBERS):
+        span, pair = divmod(at // NUMBERS, SPAN // 16)
         span += first
         scales = [f"both{row}{span}" for row in range(2)]
-        # A tile's first columns, and those a multiple of a span further, never belong to the next span.
+        # A tile's first columns, and those a multiple of 128 further, never belong to the next span.
         if beyond := pair - pair % (starts // 16):
             if pair == beyond:
                 # Where bits of `beyond` are set, those of the next span's scale; otherwise those of this span's.
@@ -160,6 +170,6 @@ def scaled_sums(totals: list[str], numbers: list[str], first: int, starts: int) 
             scales = ["scale0", "scale1"]
         lines += [
             f"fma.rn.f32 {totals[i]}, {numbers[i]}, {scales[i // 2 % 2]}, {totals[i]};"
-            for i in range(at, at + PAIR)
+            for i in range(at, at + NUMBERS)
         ]
     return "".join(lines)

@@ -2,11 +2,11 @@
 
 For Hopper, in Gluon. A warpgroup, which is four warps, multiplies 64 rows of what the tensor cores take on their left.
 Between two products it unpacks a weight's words. Warpgroups do not wait for each other, so the tensor cores work for
-one while the other does that. This is how CUTLASS's mixed-input kernels keep the tensor cores busy.
+one while the other unpacks. This is how CUTLASS's mixed-input kernels keep the tensor cores busy.
 
 The warp that loads (`produce`) and the warpgroups (`consume`) share the `ring`: blocks of A and B for each stage of the
-pipeline, of the weight's group parameters where there are any, which are its scales and shifts, and for each
-stage two barriers. `full` is complete when all blocks have arrived, `free` when all warpgroups that use them have.
+pipeline, of the weight's group parameters where there are any, which are its scales and shifts, and for each stage two
+barriers. `full` is complete when all blocks have arrived, `free` when all warpgroups that use them have.
 
 MULTIPLY is the K loop of a warpgroup,
 
@@ -18,11 +18,11 @@ MULTIPLY is the K loop of a warpgroup,
 from `first_k` to `last_k`; `multiply_packed` is made into it by fixing its last parameters. It gives the transposed
 product, and the warpgroups divide the tile's columns between them.
 
-In a tile of 64 columns, each warpgroup has all columns, and they take turns along K, a step each.
-In the end the first one adds the other one's sum to its own. So there are enough tiles for all multiprocessors where
-tiles of 128 columns would have to be cut along K between programs. The parts of such tiles meet in memory, which takes
-up to a tenth of the time with few rows. Each stage belongs to one warpgroup, so the number of stages must be even: a
-barrier only tells the parity of uses, and a warpgroup that is ahead would mistake the other one's use for its own.
+In a tile of 64 columns, each warpgroup has all columns, and they take turns along K, a step each. In the end the first
+one adds the other one's sum to its own. So there are enough tiles for all multiprocessors where tiles of 128 columns
+would have to be cut along K between programs. The parts of such tiles meet in memory, which takes up to a tenth of the
+time with few rows. Each stage belongs to one warpgroup, so the number of stages must be even: a barrier only tells the
+parity of uses, and a warpgroup that is ahead would mistake the other one's use for its own.
 
 With PAIRED the columns of a tile come from both halves of the weight, and two of them make one of the output.
 
@@ -153,7 +153,8 @@ def produce(
     """Loads what `consume` multiplies, in the same order.
 
     Args:
-        PER, GROUP: numbers in a word of B, and along K with one scale, 0 if there are none.
+        PER: numbers in a word of B.
+        GROUP: numbers along K with one scale, 0 if there are none.
     """
     tiles, tail_units = state[0], state[1]
     stage = gl.to_tensor(0)

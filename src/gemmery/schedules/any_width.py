@@ -16,6 +16,7 @@ import torch
 from ..formats.packing import STRIP
 from ..formats.scaled import BLOCK
 from ..kernels.any_width_load import LAST_ROW
+from ..kernels.any_width_scales import SPAN
 from ..operands import Dense, Ragged
 from ..operands.pair import Pair
 from ..operands.scaled import Scaled
@@ -58,6 +59,8 @@ if TYPE_CHECKING:
 
 #: The largest K: the kernel counts in 32 bits, and past it by less than a step.
 MOST_K = (1 << 31) - 1024
+#: The largest offset of a scale along K, in bytes; offsets have 32 bits.
+MOST_OFFSET = (1 << 31) - 4
 #: The height of bands if several are in flight.
 LOW_BAND = 2
 #: Numbers of an accumulator if a step's sum has separate registers.
@@ -94,8 +97,8 @@ class AnyWidth(PersistentStatic):
         yield (
             _operands_suit(p),
             f"matrices; of a packed weight no halves, groups of a power of two from {STRIP} on and scales in the type "
-            f"of a; of a sparse weight kept numbers of 16 or 8 bits; of fp8 scales for {BLOCK} of K and {BLOCK} of N, "
-            f"and N a multiple of {SCALED.each}",
+            f"of a; of a sparse weight kept numbers of 16 or 8 bits; of fp8 fp32 scales for {BLOCK} of K and {BLOCK} "
+            f"of N, of up to {MOST_OFFSET} bytes, and N a multiple of {SCALED.each}",
         )
         if p.ragged:
             yield _groups_suit(p), "groups of 16-bit matrices, with an epilogue of vectors at most"
@@ -126,17 +129,17 @@ class AnyWidth(PersistentStatic):
         return self._untaken(config, forms) is None
 
     def considers(self, problem: Problem, rows: Floats, config: Config | Space) -> np.ndarray:
+        found = self._stores_suit(problem, rows, config)
+        return found & _scales_suit(problem, rows, config) if problem.b.by_steps else found
+
+    def _stores_suit(self, problem: Problem, rows: Floats, config: Config | Space) -> np.ndarray:
+        """Whether what an epilogue reads and stores allows for a tile; see `considers`."""
         p, x = problem, np.where(config.swap, config.block_n, config.block_m)
         # A row that is added to a single row may be the output itself, part of which is stored twice.
         added = (np.asarray(rows) > 1) | (p.epilogue != "add_row")
         # An epilogue's matrix needs warpgroups that share no rows.
         matrix = (x % ROWS == 0) | (p.fusion is None or p.fusion.matrix is None)
-        found = np.asarray(added & matrix)
-        if numbers_for(p) is SCALED:
-            # There are rows for the wide tiles of other problems.
-            most = np.array([0, *(2 * each for each in SCALED.by_groups.values())])
-            found = found & (config.block_n <= most[np.asarray(config.num_warps) // 4])
-        return np.asarray(found)
+        return np.asarray(added & matrix)
 
     def repeats(self, problem: Problem, rows: Ints, config: Config | Space) -> np.ndarray:
         """See `Schedule.repeats`; `any_width.corner` moves the last tiles, and their last parts may overlap."""
@@ -155,7 +158,7 @@ class AnyWidth(PersistentStatic):
 
     def code(self, config: Config, forms: Forms) -> object:
         tile = self.tile(config)
-        # Here kernels differ by their widths. Promoted fp8 has fewer of them.
+        # Widths tell kernels apart. The usual ones do so for promoted fp8, too, which has fewer.
         numbers = WHOLE_SPANS if forms.by_steps else rules_of(forms.packed).numbers
         widths = tile.widths(forms.packed, forms_of(config.swap, forms)[1], numbers)
         return config.swap, config.block_k, tile.x, tile.groups, widths
@@ -210,13 +213,15 @@ class AnyWidth(PersistentStatic):
             return f"{rules.about} needs {rules.own} rows for each warpgroup"
         if not self.tile(c).fits(numbers):
             return self._too_wide(self.tile(c), rules, numbers)
-        if c.split_k > 1 and self.tile(c).y in numbers.wide[self.tile(c).groups]:
+        if c.split_k > 1 and self.tile(c).y in self.tile(c).wider(numbers):
             return f"with scales along K, tiles of {self.tile(c).y} columns are not cut along K"
         if self.tile(c).shares and p.fusion is not None and p.fusion.matrix is not None:
             return "an epilogue that reads or writes another matrix needs warpgroups that share no rows"
         if p.a.is_summed and self.repeats(p, np.asarray(p.M), c):
             return "a sum over ranks needs tiles and parts of tiles that do not overlap"
-        if not AnyWidth.considers(self, p, np.asarray(p.M), c):
+        if p.b.by_steps and not _scales_suit(p, np.asarray(p.M), c):
+            return f"offsets of scales along K reach up to {MOST_OFFSET} bytes"
+        if not self._stores_suit(p, np.asarray(p.M), c):
             return "a row that is added to one row may be the output itself, of which some is stored twice"
         return self._untaken(c, Forms.of(p), numbers)
 
@@ -224,12 +229,11 @@ class AnyWidth(PersistentStatic):
         """The reason why there are no registers for a tile."""
         rows = f"{tile.own} rows for each warpgroup"
         kind = "fp8 that is promoted or scaled" if numbers in _PROMOTED else rules.about or rows
-        widths = [tile.widest(numbers), *numbers.wide[tile.groups]]
-        if not any(widths):
+        widest, wider = tile.widest(numbers), tile.wider(numbers)
+        widths = [f"a width of {widest}"] * (widest > 0) + [f"one of {width}" for width in wider]
+        if not widths:
             return f"{kind} leaves no registers for {tile.groups} warpgroups"
-        return (
-            f"{kind} leaves registers for a width of {' or '.join(str(width) for width in widths if width)}"
-        )
+        return f"{kind} leaves registers for {' or '.join(widths)}"
 
     def _wait_too_often(self, rules: Rules) -> str | None:
         """The reason why warpgroups don't take turns with a kind of X; None if they can, or share tiles."""
@@ -351,20 +355,29 @@ def _operands_suit(problem: Problem) -> bool:
         return False
     if not isinstance(a, Scaled) or not isinstance(b, Scaled):
         return isinstance(a, Dense) and type(b) in (Dense, Pair)
-    # The kernel's assembly loads fp32, and has offsets of 32 bits.
-    rows = (problem.M, problem.N)
-    scales = all(
-        x.scale.dtype == torch.float32 and _last_byte(x, size, problem.K) <= MOST_K
-        for x, size in zip((a, b), rows, strict=True)
-    )
+    # The kernel's assembly loads fp32.
+    scales = all(operand.scale.dtype == torch.float32 for operand in (a, b))
+    scales = scales and bool(_last_scale(b, problem.N, problem.K) <= MOST_OFFSET)
     blocks = b.by_steps and b.step == BLOCK and b.every % BLOCK == 0 and not problem.paired
     return scales and blocks and problem.N % SCALED.each == 0
 
 
-def _last_byte(operand: Scaled, rows: int, K: int) -> int:
-    """Where the last scale of so many rows or columns is, in bytes from the first."""
-    scale = operand.scale
-    return 4 * ((rows - 1) // operand.every * abs(scale.row) + (K - 1) // operand.step * abs(scale.col))
+def _last_scale(operand: Scaled, rows: Ints | int, K: int) -> Ints:
+    """The offset of the last scale of so many rows of A, or columns of B, in bytes."""
+    scale, lines = operand.scale, (np.asarray(rows, np.int64) - 1) // operand.every
+    return np.asarray(4 * (lines * scale.row + (K - 1) // operand.step * scale.col))
+
+
+def _scales_suit(problem: Problem, rows: Floats, config: Config | Space) -> np.ndarray:
+    """Whether the scales along K allow for so many rows and for a tile; see `AnyWidth.considers`."""
+    p = problem
+    assert isinstance(p.a, Scaled)
+    found = _last_scale(p.a, np.asarray(rows, np.int64), p.K) <= MOST_OFFSET
+    if p.N % SPAN == 0:
+        return np.asarray(found)
+    # The table also has wide tiles, which need N to be a multiple of 128.
+    most = np.array([0, *(SCALED.by_groups[groups] * 2 for groups in (1, 2, 3))])
+    return np.asarray(found & (config.block_n <= most[np.asarray(config.num_warps) // 4]))
 
 
 def _batch_suits(problem: Problem) -> bool:

@@ -37,9 +37,9 @@ IN_TURNS = 0.98
 #: The factor of the products' time if each step's sum is promoted, and if it is also scaled; for 1, 2 and 3
 #: warpgroups, since the others multiply while one adds.
 PROMOTING, SCALING = (1.57, 1.14, 1.04), (1.41, 1.05, 0.98)
-#: With scales: the columns of a piece whose products take as long as its step waits, the factor's increase for each
-#: halving of the columns that are known to have the same scale, and the slowdown of a kernel that can cut tiles along
-#: K. Fitted to 34 random products with SCALING (`scaled_tiles-mixed-triton3.9`).
+#: With scales: the fixed time of a step's piece, in columns; what each halving of the columns that share a scale adds
+#: to SCALING; and the slowdown of kernels that can cut tiles along K. Fitted with SCALING to 34 random products
+#: (`scaled_tiles-mixed-triton3.9`).
 SCALED_EDGE, MASKING, SCALED_CUT = 21.0, 0.023, 1.04
 #: For products with a 2:4 sparse weight: their time as a part of that of dense ones, if only Y is read from shared
 #: memory; and seconds at a launch's start for each warpgroup but the first, with kept numbers of 16 and of 8 bits.

@@ -70,8 +70,8 @@ class Edges(NamedTuple):
 def may_have_edges(problem: Problem) -> bool:
     """Whether launches for a problem may have edge tiles: of plain matrices, with a kernel for all widths.
 
-    Accurate fp8 has none, since ptxas would spill registers in its K loop. Nor has fp8 with scales along K, whose
-    tiles begin at multiples of their widths.
+    Accurate fp8 has none, since ptxas would spill registers in its K loop. Neither does fp8 with scales along K, whose
+    kernels rely on where tiles begin: edge tiles may begin at any multiple of 16.
     """
     p = problem
     is_plain = type(p.a) is Dense and not p.batch and not p.ragged

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -81,13 +82,14 @@ class Numbers(NamedTuple):
         by_groups: by the number of warpgroups, numbers of an accumulator that a thread may have.
         in_turns: the same of a warpgroup that takes turns.
         each: widths are multiples of this power of two, too.
-        wide: by the number of warpgroups, from 0 on, larger widths, each of which has a kernel of its own.
+        wide: by the number of warpgroups that share a tile, further widths above these, for 64 rows of X for each of
+            them. Each width has a kernel of its own.
     """
 
     by_groups: dict[int, int]
     in_turns: int = 0
     each: int = 1
-    wide: tuple[tuple[int, ...], ...] = ((), (), (), ())
+    wide: Mapping[int, tuple[int, ...]] = MappingProxyType({})
 
 
 #: Of plain matrices of 16 bits and of 8 bits. The latter have scales, for which registers would spill.
@@ -96,8 +98,8 @@ PLAIN8 = PLAIN._replace(in_turns=144)
 #: If a step's sum takes as many registers again, and if there are also scales, which 16 columns share.
 PROMOTED = Numbers({1: 96, 2: 88, 3: 64}, in_turns=88)
 SCALED = Numbers({1: 88, 2: 80, 3: 0}, in_turns=80, each=16)
-#: The same where N is a multiple of 128. The columns of wide tiles then belong to few blocks.
-WHOLE_SPANS = SCALED._replace(wide=((), (), (192, 256), (128,)))
+#: The same if N is a multiple of 128. Wide tiles then touch two spans at most and need few masks.
+WHOLE_SPANS = SCALED._replace(wide={2: (192, 256), 3: (128,)})
 
 
 class Rules(NamedTuple):
@@ -196,9 +198,13 @@ class Tile(NamedTuple):
         most = numbers.in_turns if takes_turns else numbers.by_groups[self.groups]
         return min(256, most * 128 // self.own)
 
+    def wider(self, numbers: Numbers) -> tuple[int, ...]:
+        """The widths above `widest` that are possible for this X; see `Numbers.wide`."""
+        return numbers.wide.get(self.groups, ()) if self.x == self.groups * ROWS else ()
+
     def fits(self, numbers: Numbers) -> bool:
         """Whether a kernel has registers for this tile."""
-        return self.y <= self.widest(numbers) or self.y in numbers.wide[self.groups]
+        return self.y <= self.widest(numbers) or self.y in self.wider(numbers)
 
     def each_of(self, rules: Rules, numbers: Numbers | None = None) -> int:
         """The number that divides all widths of this tile, see `each_of`."""
@@ -219,7 +225,7 @@ class Tile(NamedTuple):
         # A narrow tile stores fewer columns at a time.
         found: Sequence[int] = (self.y,)
         if rules.shared is None:
-            if self.y >= PART and self.y not in numbers.wide[self.groups]:
+            if self.y >= PART and self.y not in self.wider(numbers):
                 found = range(PART, self.widest(numbers) + 1, self.each_of(rules, numbers))
         elif self.own == ROWS:
             found = next((widths for widths in rules.shared[self.groups] if self.y in widths), found)
@@ -304,16 +310,17 @@ def forms_of(swap: bool, forms: Forms) -> tuple[Form, Form]:
 
 def numbers_for(problem: Problem) -> Numbers:
     """The accumulators of a problem's kernels."""
-    if problem.b.by_steps or promotes(problem):
-        scaled = SCALED if problem.N % SPAN else WHOLE_SPANS
-        return scaled if problem.b.by_steps else PROMOTED
+    if problem.b.by_steps:
+        return SCALED if problem.N % SPAN else WHOLE_SPANS
+    if promotes(problem):
+        return PROMOTED
     if problem.b.staged is None and problem.a.dtype.itemsize == 1:
         return PLAIN8
     return rules_of(problem.b.staged).numbers
 
 
 def every_of(problem: Problem) -> tuple[int, int, int] | None:
-    """Rows of A and columns of B that share a scale along K, if there are such scales, and a divisor of N."""
+    """Rows of A and columns of B that share a scale along K, if there are such scales, and gcd(N, 128)."""
     a, b = problem.a, problem.b
     if not isinstance(a, Scaled) or not isinstance(b, Scaled):
         return None

@@ -143,7 +143,7 @@ class Schedule:
         )
 
     def takes(self, config: Config, forms: Forms) -> bool:
-        """Whether a config of it can run a problem that it suits, for any sizes."""
+        """Whether a config of it can run a problem that it suits, for any sizes that `considers` allows."""
         return True
 
     def considers(self, problem: Problem, rows: Floats, config: Config | Space) -> np.ndarray:

@@ -34,7 +34,7 @@ from .waves import Split
 if TYPE_CHECKING:
     from ..problem import Config, Problem
 
-#: Warps that multiply, in groups of four; rows or columns of a tile that a group has, see `kernels.specialized`.
+#: Warps that multiply, in groups of four; columns of a tile that a group has, see `kernels.specialized`.
 WARPS, OWN = 8, 64
 #: Rows of a tile up to which columns of tiles begin at different steps: with more of them it takes longer.
 FEW = 16
@@ -75,7 +75,7 @@ class Specialized(PersistentStatic):
         yield from super().needs(p)
         yield not p.ragged and not p.batch, "a product without groups and without a batch"
         yield _packed(p), "a packed weight"
-        yield p.a.col == 1 and suits_tma(p), "rows of a (and of b's transpose) with adjacent elements"
+        yield p.a.col == 1 and suits_tma(p), "rows of a with adjacent elements"
         yield (
             p.out.col == 1
             and p.out.dtype in (torch.float16, torch.bfloat16)
@@ -135,9 +135,7 @@ def _descriptor(
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    elements = {
-        torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.int32: gl.int32,
-    }  # fmt: skip
+    elements = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.int32: gl.int32}
     shared = gl.NVMMASharedLayout.get_default_for(list(block), elements[dtype])
     return TensorDescriptor(tensor, list(shape), list(strides), list(block), shared)
 

@@ -108,7 +108,7 @@ def _rows(sizes: Sizes, step: int, numbers: Numbers, offer: Offer | None = None)
             for stages in dict.fromkeys(most):
                 if stages < LEAST_STAGES:
                     continue
-                is_cut = x in CUT and own == ROWS and y not in numbers.wide[groups]
+                is_cut = x in CUT and own == ROWS and y not in Tile(x, y, groups, own).wider(numbers)
                 cut = " splits" if is_cut else ""
                 if offer is None:
                     lines.append(f"{x}x{y}x{step} 0 {4 * groups} {stages} 1.0{cut}")
@@ -120,7 +120,7 @@ def _widths(tile: Tile, numbers: Numbers, offer: Offer | None) -> Sequence[int]:
     """The widths of tiles with this many rows of X."""
     if offer is None:
         usual = range(PART, tile.widest(numbers) + 1, tile.each_of(rules_of(None), numbers))
-        return *usual, *numbers.wide[tile.groups]
+        return *usual, *tile.wider(numbers)
     widest = tile.widest(numbers) if tile.groups > 1 else min(tile.widest(numbers), offer.alone)
     return range(PART, widest + 1, offer.each or tile.each_of(rules_of(offer.stages[0])))
 
