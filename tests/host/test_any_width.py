@@ -715,14 +715,10 @@ def test_offsets_of_scales_have_32_bits():
     apart = replace(p.a, scale=replace(p.a.scale, row=1 << 12))
     with pytest.raises(ValueError, match="offsets of scales along K reach up to 2147483644 bytes"):
         schedules.bind(replace(beyond, a=apart), config)
-    assert COOPERATIVE.considers(
-        replace(p, a=apart), np.array([[1], [1 << 17], [1 << 18]]), config
-    ).tolist() == [
-        [True],
-        [True],
-        [False],
-    ]
-    assert not COOPERATIVE.suits(replace(fits, b=replace(p.b, scale=replace(p.b.scale, row=1 << 26))))
+    schedule, rows = schedules.of("cooperative"), np.array([[1], [1 << 17], [1 << 18]])
+    found = schedule.considers(replace(p, a=apart), rows, config)
+    assert found.ravel().tolist() == [True, True, False]
+    assert not schedule.suits(replace(fits, b=replace(p.b, scale=replace(p.b.scale, row=1 << 26))))
 
 
 @pytest.mark.parametrize("N", [2192, 2176])

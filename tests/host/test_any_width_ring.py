@@ -65,7 +65,7 @@ WIDE, WIDE_PAIRS = SPARSE._replace(wide=True), SPARSE_PAIRS._replace(wide=True)
 WORDS = any_width_sparse.WORDS_BYTES
 #: Warpgroups and widths of tiles with scales that have a kernel of their own, where N is a multiple of 128.
 WIDE_SCALED = [
-    (groups, width) for groups, widths in enumerate(any_width_tile.WHOLE_SPANS.wide) for width in widths
+    (groups, width) for groups, widths in any_width_tile.WHOLE_SPANS.wide.items() for width in widths
 ]
 #: From a row of a matrix of a batch to that of the next one.
 MATRIX = 1 << 20
@@ -1398,7 +1398,7 @@ MUTANTS = {
     "a ring of promoted steps that does not begin again": {
         "message": "all wait",
         "cases": [case for case in CASES if case[8:9] == (True,)],
-        "edit": lambda text: text.replace("wraps, at, end", "wraps, before, end"),
+        "edit": lambda text: text.replace("wraps, at, end", "wraps, stage, end"),
     },
     "operands that are unpacked while they are read": {
         "message": "unpacked while products read it",
@@ -1643,7 +1643,7 @@ SCALE_MUTANTS = {
     },
     "threads that have the steps from the first thread on": {
         "message": NO_SCALES,
-        "edit": lambda text: text.replace("sub.s32 own, own, none;", ""),
+        "edit": lambda text: text.replace("sub.s32 own, own, there;", ""),
     },
     "the next group's scales a step too early": {
         "message": NO_SCALES,
@@ -1667,12 +1667,12 @@ SCALE_MUTANTS = {
     },
     "scales of steps before the first one": {
         "message": "not the scales of the steps that exist",
-        "edit": lambda text: text.replace("max.s32 none, own, 0", "mov.b32 none, own"),
+        "edit": lambda text: text.replace("max.s32 there, own, 0", "mov.b32 there, own"),
     },
     "threads that go different ways": {
         "message": "the threads of a quad go different ways",
         "edit": lambda text: re.sub(
-            r"max\.s32 none, own, 0;", r"\g<0> setp.le.s32 has, own, 0; @has bra NONE; NONE:", text
+            r"max\.s32 there, own, 0;", r"\g<0> setp.le.s32 has, own, 0; @has bra NONE; NONE:", text
         ),
     },
 }
