@@ -27,6 +27,21 @@ SEED = int(os.environ.setdefault("GEMMERY_TEST_SEED", str(secrets.randbits(31)))
 #: For tests of CUDA itself, which have no meaning in the interpreter.
 needs_cuda = pytest.mark.skipif(DRY, reason="about CUDA, and this is a dry run on the CPU")
 
+
+def on_hopper(schedule, what):
+    """The marks of tests of a schedule that runs on sm_90, and not with every Triton.
+
+    Args:
+        what: it is about, for the reason why tests are skipped.
+    """
+    away = DRY or not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0)
+    return [
+        pytest.mark.gpu,
+        pytest.mark.skipif(not schedule.available(), reason=f"{what}: another Triton is needed"),
+        pytest.mark.skipif(away, reason=f"{what}: a GPU of sm_90 is needed"),
+    ]
+
+
 HALVES = (torch.float16, torch.bfloat16)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 DTYPES = (*HALVES, torch.float32, torch.float64, *FP8, torch.int8)

@@ -20,16 +20,9 @@ from gemmery.schedules.any_width import COOPERATIVE
 from gemmery.select.shapes import device_named, problem_of
 from gemmery.select.space import kind_of, tiles_of
 from gemmery.tuning.workers import Target, Workers
-from tests.gpu.common import DRY, HALVES, rng, values, wide
+from tests.gpu.common import HALVES, on_hopper, rng, values, wide
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not COOPERATIVE.available(), reason="tiles of any width need another Triton"),
-    pytest.mark.skipif(
-        DRY or not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-        reason="tiles of any width need a GPU of sm_90",
-    ),
-]
+pytestmark = on_hopper(COOPERATIVE, "tiles of any width")
 
 TILES = [tile for tile in tiles_of("hopper", "half") if tile.config.schedule in ("cooperative", "pingpong")]
 EPILOGUES = {

@@ -14,16 +14,9 @@ from gemmery.product.spec import Options
 from gemmery.schedules.any_width import COOPERATIVE
 from gemmery.select.space import tiles_of
 from gemmery.tuning.workers import Target, Workers
-from tests.gpu.common import DRY, FP8, rng, values, wide
+from tests.gpu.common import FP8, on_hopper, rng, values, wide
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not COOPERATIVE.available(), reason="tiles of any width need another Triton"),
-    pytest.mark.skipif(
-        DRY or not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-        reason="tiles of any width need a GPU of sm_90",
-    ),
-]
+pytestmark = on_hopper(COOPERATIVE, "tiles of any width")
 
 TILES = [tile for tile in tiles_of("hopper", "scaled") if tile.config.schedule == "cooperative"]
 #: Tiles with a kernel of their own, which some parts have and random ones may not have.

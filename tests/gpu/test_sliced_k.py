@@ -12,17 +12,10 @@ from gemmery.devices import current
 from gemmery.lab.abstract import linear_problem
 from gemmery.schedules.sliced_k import SLICED_K
 from gemmery.tuning.workers import Target, Workers
-from tests.gpu.common import DRY, HALVES, rng, values, wide
+from tests.gpu.common import HALVES, on_hopper, rng, values, wide
 from tests.gpu.test_any_width import PACKED, by_ordinary_launch, packed_product
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not SLICED_K.available(), reason="sliced_k needs another Triton"),
-    pytest.mark.skipif(
-        DRY or not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-        reason="sliced_k needs a GPU of sm_90",
-    ),
-]
+pytestmark = on_hopper(SLICED_K, "sliced_k")
 
 #: With one bundle and several, with warps that have units of two, and with K cut.
 TILES = (

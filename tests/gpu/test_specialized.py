@@ -12,17 +12,10 @@ from gemmery.formats import FORMATS
 from gemmery.formats.codes import from_codes
 from gemmery.schedules.specialized import SPECIALIZED
 from gemmery.select.space import tiles_of
-from tests.gpu.common import DRY, HALVES, matrix, rng, values, wide
+from tests.gpu.common import HALVES, matrix, on_hopper, rng, values, wide
 from tests.gpu.test_packed import KINDS, relative, weight
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not SPECIALIZED.available(), reason="specialised warps need another Triton"),
-    pytest.mark.skipif(
-        DRY or not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-        reason="specialised warps need a GPU of sm_90",
-    ),
-]
+pytestmark = on_hopper(SPECIALIZED, "specialised warps")
 
 
 def configs(kind):
