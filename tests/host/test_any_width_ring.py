@@ -92,7 +92,7 @@ class Barrier:
 
 
 def of_threads(compute, *values):
-    """What the four threads of a quad compute, each of its own values: a `Quad`, or one value if all have the same."""
+    """The results of the four threads of a quad: a `Quad`, or one value if all results are the same."""
     each = [
         compute(*(value.each[i] if isinstance(value, Quad) else value for value in values)) for i in range(4)
     ]
@@ -146,7 +146,7 @@ class StepScales:
         ]
 
     def of_tile(self, step_args, row, col, shape, first_k, every_m, every_n):
-        """Runs `any_width.scales_of`. Of rows, a thread has two numbers each of one and of the one 8 behind it."""
+        """Runs `any_width.scales_of`. A thread has two numbers of one row, and two of the row 8 behind it."""
         self.tiles[threading.get_ident()] = row, col, first_k // STEP
         gl = types.SimpleNamespace(
             int32=torch.int32, int64=torch.int64, static_range=range, SliceLayout=lambda *given: None,

@@ -155,14 +155,14 @@ def _promoted_step(sums, KIND, places, scales):
 
 
 def _by_stage(full, stages, x, y, x_block, y_rows, y_blocks):
-    """Assembly that counts the steps of a loop, and has the places of a step's blocks in registers.
+    """Assembly that counts the steps of a loop, and keeps the places of a step's blocks in registers.
 
     Args:
         full, stages, x, y, y_rows: operands of `multiply_steps`.
         x_block, y_blocks: the size of X's block in units of 16 bytes, and the blocks of each row of Y.
 
     Returns:
-        What comes before the loop, and what goes on to the next step.
+        Assembly for before the loop, and assembly that goes on to the next step.
     """
     return (
         f"add.s32 before, {full}, {NOWHERE}; mad.lo.s32 x, stage, {x_block}, {x};"
@@ -181,7 +181,7 @@ def _by_barrier(full, stages, x, y, rows, y_rows):
         full, stages, x, y, rows, y_rows: operands of `multiply_steps`, and the rows of X in a stage.
 
     Returns:
-        What comes before the loop, what finds a step's blocks, and what goes on to the next step.
+        Assembly for before the loop, assembly that finds a step's blocks, and assembly that goes on to the next step.
     """
     # Barriers are 8 bytes apart, and blocks 8 units of 16 bytes for each of their rows.
     return (

@@ -54,9 +54,9 @@ class Scales(NamedTuple):
 
     @property
     def _places(self) -> dict[str, str]:
-        """Of the scales of a thread's two rows and of the spans, registers that say where those of the first step are.
+        """The registers with the offsets of the first step's scales, by name.
 
-        Names begin with "row" or "col".
+        There are two for the thread's rows, "row0" and "row1", and "col0" and so on for the spans.
         """
         # The two rows of a thread are those of the first and the third number of its part of a block.
         rows = {"row0": self._operand(2), "row1": f"${self.first + 2 * OPERANDS + 2}"}

@@ -129,17 +129,8 @@ class AnyWidth(PersistentStatic):
         return self._untaken(config, forms) is None
 
     def considers(self, problem: Problem, rows: Floats, config: Config | Space) -> np.ndarray:
-        found = self._stores_suit(problem, rows, config)
+        found = _stores_suit(problem, rows, config)
         return found & _scales_suit(problem, rows, config) if problem.b.by_steps else found
-
-    def _stores_suit(self, problem: Problem, rows: Floats, config: Config | Space) -> np.ndarray:
-        """Whether what an epilogue reads and stores allows for a tile; see `considers`."""
-        p, x = problem, np.where(config.swap, config.block_n, config.block_m)
-        # A row that is added to a single row may be the output itself, part of which is stored twice.
-        added = (np.asarray(rows) > 1) | (p.epilogue != "add_row")
-        # An epilogue's matrix needs warpgroups that share no rows.
-        matrix = (x % ROWS == 0) | (p.fusion is None or p.fusion.matrix is None)
-        return np.asarray(added & matrix)
 
     def repeats(self, problem: Problem, rows: Ints, config: Config | Space) -> np.ndarray:
         """See `Schedule.repeats`; `any_width.corner` moves the last tiles, and their last parts may overlap."""
@@ -221,7 +212,7 @@ class AnyWidth(PersistentStatic):
             return "a sum over ranks needs tiles and parts of tiles that do not overlap"
         if p.b.by_steps and not _scales_suit(p, np.asarray(p.M), c):
             return f"offsets of scales along K reach up to {MOST_OFFSET} bytes"
-        if not self._stores_suit(p, np.asarray(p.M), c):
+        if not _stores_suit(p, np.asarray(p.M), c):
             return "a row that is added to one row may be the output itself, of which some is stored twice"
         return self._untaken(c, Forms.of(p), numbers)
 
@@ -366,6 +357,16 @@ def _last_scale(operand: Scaled, rows: Ints | int, K: int) -> Ints:
     """The offset of the last scale of so many rows of A, or columns of B, in bytes."""
     scale, lines = operand.scale, (np.asarray(rows, np.int64) - 1) // operand.every
     return np.asarray(4 * (lines * scale.row + (K - 1) // operand.step * scale.col))
+
+
+def _stores_suit(problem: Problem, rows: Floats, config: Config | Space) -> np.ndarray:
+    """Whether what an epilogue reads and stores allows for a tile; see `AnyWidth.considers`."""
+    p, x = problem, np.where(config.swap, config.block_n, config.block_m)
+    # A row that is added to a single row may be the output itself, part of which is stored twice.
+    added = (np.asarray(rows) > 1) | (p.epilogue != "add_row")
+    # An epilogue's matrix needs warpgroups that share no rows.
+    matrix = (x % ROWS == 0) | (p.fusion is None or p.fusion.matrix is None)
+    return np.asarray(added & matrix)
 
 
 def _scales_suit(problem: Problem, rows: Floats, config: Config | Space) -> np.ndarray:

@@ -305,6 +305,7 @@ def _summing(problem: Problem, space: Space, groups: Floats, y: Floats) -> Float
         by_groups = PROMOTING if promotes(problem) else (1.0, 1.0, 1.0)
         return np.asarray(np.asarray(by_groups)[groups - 1])
     piece = np.where(y > WIDEST_PIECE, SPAN, y)
+    # As `any_width_scales.starts_of`.
     halvings = np.log2(SPAN / np.gcd(np.asarray(y, int), math.gcd(problem.N, SPAN)))
     factor = np.asarray(SCALING)[groups - 1] + SCALED_EDGE / piece + MASKING * halvings
     return np.asarray(factor * np.where(space.split_k > 1, SCALED_CUT, 1.0))
