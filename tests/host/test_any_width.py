@@ -70,7 +70,7 @@ def test_rows_are_configs_that_fit():
         stages = config.num_stages * (tile.x + tile.y) * 128
         assert stages <= tile.ring_rows * 128 <= H200.target.shared - any_width_tile.BARRIERS - stored
         assert tile.y >= tile.part
-        assert tile.y <= tile.widest(any_width_tile.PLAIN)
+        assert tile.y <= tile.widest(any_width_tile.BARE)
 
 
 @pytest.mark.parametrize("layout", ["NT", "NN", "TN", "TT"])
@@ -177,7 +177,7 @@ def test_parts_of_tiles_with_shared_rows_have_memory_for_all_warpgroups(text, ro
     ("text", "message"),
     [
         ("128x172x64-g8-w8-s4-cooperative-descriptor", "multiple of 8 from 16 to 256"),
-        ("256x184x64-g8-w8-s3-cooperative-descriptor", "multiple of 8 from 16 to 176"),
+        ("256x200x64-g8-w8-s3-cooperative-descriptor", "multiple of 8 from 16 to 192"),
         ("192x200x64-g8-w12-s3-cooperative-descriptor", "multiple of 8 from 16 to 192"),
         ("128x208x64-g8-w8-s4-pingpong-descriptor", "multiple of 16 from 16 to 192"),
         ("128x8x64-g8-w8-s4-cooperative-descriptor", "multiple of 8 from 16"),
@@ -356,13 +356,28 @@ def test_sparse_weights_of_4_bits_are_left_to_the_tile_schedule(epilogue, group)
 
 
 @pytest.mark.parametrize(("text", "message"), [
-    ("168x256x64-g8-w8-s4-cooperative-descriptor-swap", "128 rows for each warpgroup leaves registers for a width of 160"),
+    ("168x256x64-g8-w8-s4-cooperative-descriptor-swap", "need a width that is a multiple of 16"),
     ("136x256x64-g8-w8-s4-cooperative-descriptor-swap", "need a width that is a multiple of 16"),
 ])  # fmt: skip
 def test_widths_that_only_sparse_weights_have(text, message):
     with pytest.raises(ValueError, match=message):
         schedules.bind(problem(), Config.of(text))
     schedules.bind(sparse_problem(), Config.of(text))
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("256x176x64-g8-w8-s3-cooperative-descriptor", "128 rows for each warpgroup leaves registers for a width of 160"),
+    ("192x104x64-g8-w12-s4-cooperative-descriptor", "need a width that is a multiple of 16"),
+])  # fmt: skip
+@pytest.mark.parametrize("more", [{"bias": True}, {"epilogue": "bias_gelu"}, {"batch": (2,)}])
+def test_widths_that_only_bare_products_have(text, message, more):
+    """A bias, an epilogue and a batch take registers."""
+    schedules.bind(problem(), Config.of(text))
+    p = abstract_problem(1000, 1536, 2048, device=H200, **more)
+    with pytest.raises(ValueError, match=message):
+        schedules.bind(p, Config.of(text))
+    assert text not in map(str, candidates(p))
+    assert any(config.schedule in BOTH for config in candidates(p))
 
 
 @pytest.mark.parametrize("format", ["int4", "int8", "nf4", "e4m3", "mxfp4", "nvfp4"])
@@ -853,7 +868,7 @@ def test_parts_of_large_tiles_are_as_many_as_the_ring_holds():
 def test_the_ring_has_room_for_both_results_of_a_tile():
     for config in ROWS:
         tile = tile_of(config)
-        for y in range(tile.part, tile.widest(any_width_tile.PLAIN) + 1, tile.each_of(RULES[""])):
+        for y in range(tile.part, tile.widest(any_width_tile.BARE) + 1, tile.each_of(RULES[""])):
             of_width = tile._replace(y=y)
             parts = -(-y // of_width.part) * tile.x // 64
             assert 2 * parts <= of_width.ring_rows // of_width.part, (str(config), y)

@@ -358,6 +358,8 @@ class Warp:
             scaled,
         )
         self.thread, self.group, self.under_way = 0, [], []
+        # For the registers of each sum of a group, its number, and the fourths along K that were multiplied.
+        self.summed = {}
         # Registers that products under way read, and those that were written behind the last fence.
         self.busy, self.unfenced = Counter(), set()
         self.begin()
@@ -420,6 +422,7 @@ class Warp:
         elif code.startswith("wgmma.mma_async"):
             self._multiply(int(re.search(r"m64n(\d+)", code)[1]), arguments, value)
         elif code.startswith("wgmma.commit_group"):
+            assert all(len(parts) == 4 for _, parts in self.summed.values())
             self.under_way.append([row for rows in self.group for row in rows])
             self.group = []
         elif code == "st.shared.v2.b32":
@@ -607,8 +610,8 @@ class Warp:
             self._multiply_pieces(width, arguments, value)
             return
         at = [value(each) * 16 for each in arguments[1:3]]
-        # The fourths along K of 64 rows of X, and then those of the next 64.
-        part = len(self.group) % 4
+        # A fourth along K of each 64 rows of X, and then the next one.
+        part = at[1] % 8192 // 2048 if self.forms[1].endswith("turned") else at[1] % 128 // 32
         lines = [self._lines(i, at[i], rows, part) for i, rows in ((0, 64), (1, width))]
         self.machine.reading.update(lines[0] + lines[1])
         self.group.append(lines[0] + lines[1])
@@ -617,11 +620,16 @@ class Warp:
         if len(self.group) == 1:
             # A piece of a step that is promoted begins a sum of its own.
             self.steps = [*(self.steps if value(arguments[3]) else []), []]
+            self.summed = {}
+        registers = tuple(re.findall(r"[$\w.]+", arguments[0]))
+        number, parts = self.summed.setdefault(registers, (len(self.summed), []))
+        assert parts == [*range(part)], "not the next fourth along K of these sums"
+        parts.append(part)
         if part == 0 and not value(arguments[3]):
-            self._begin_sums(re.findall(r"[$\w.]+", arguments[0]))
+            self._begin_sums(registers)
         if part == 0:
             self.steps[-1].append(read)
-        elif read != self.steps[-1][-1]:
+        elif read != self.steps[-1][number]:
             raise Wrong("a stage changes while it is read")
 
     def _begin_sums(self, registers):
@@ -1215,6 +1223,8 @@ CASES = [
     (1, 64, 136, 3, False, (256, 600, 200)),
     # Two blocks of 64 rows for each warpgroup.
     (2, 256, 88, 3, False, (600, 300, 200)),
+    (2, 256, 176, 3, False, (600, 300, 200)),
+    (3, 192, 104, 3, False, (600, 300, 200)),
     (2, 128, 80, 3, True, (400, 300, 200)),
     # Two halves by eights, as X and as Y.
     (2, 128, 80, 3, False, (400, 300, 200), 2, ("pairs", "rows")),

@@ -17,6 +17,7 @@ from ..formats.packing import STRIP
 from ..formats.scaled import BLOCK
 from ..kernels.any_width_load import LAST_ROW
 from ..kernels.any_width_scales import SPAN
+from ..kernels.any_width_stage import own_rows
 from ..operands import Dense, Ragged
 from ..operands.pair import Pair
 from ..operands.scaled import Scaled
@@ -32,6 +33,7 @@ from .any_width_tile import (
     LEAST_PAIRS,
     MOST_STAGES,
     PART,
+    PLAIN,
     PROMOTED,
     ROW,
     ROWS,
@@ -43,6 +45,7 @@ from .any_width_tile import (
     Numbers,
     Rules,
     Tile,
+    each_of,
     forms_of,
     numbers_for,
     rules_of,
@@ -129,8 +132,21 @@ class AnyWidth(PersistentStatic):
         return self._untaken(config, forms) is None
 
     def considers(self, problem: Problem, rows: Floats, config: Config | Space) -> np.ndarray:
-        found = _stores_suit(problem, rows, config)
+        found: np.ndarray = _stores_suit(problem, rows, config) & self._registers_suit(problem, config)
         return found & _scales_suit(problem, rows, config) if problem.b.by_steps else found
+
+    def _registers_suit(self, problem: Problem, config: Config | Space) -> np.ndarray:
+        """Whether there are registers for tiles of the table, which has those of bare products."""
+        p, c, numbers = problem, config, numbers_for(problem)
+        if numbers is not PLAIN:
+            return np.asarray(True)
+        x, y = np.where(c.swap, c.block_n, c.block_m), np.where(c.swap, c.block_m, c.block_n)
+        groups = np.asarray(c.num_warps) // 4
+        own = x if self.takes_turns else own_rows(x, groups)
+        by_groups = np.array([0, *(numbers.by_groups[each] for each in (1, 2, 3))])
+        most = numbers.in_turns if self.takes_turns else by_groups[groups]
+        is_multiple = y % each_of(own, groups, rules_of(p.b.staged), numbers) == 0
+        return np.asarray((y * own <= most * 2 * ROWS) & (is_multiple | (y < PART)))
 
     def repeats(self, problem: Problem, rows: Ints, config: Config | Space) -> np.ndarray:
         """See `Schedule.repeats`; `any_width.corner` moves the last tiles, and their last parts may overlap."""

@@ -74,6 +74,10 @@ FILL_ALONE = 0.61
 JOINT = 16.0
 #: The slowdown for each tenfold time, because power lowers the clock, and the seconds from which it applies.
 SLOWING, LONG = 0.0185, 3e-5
+#: Tiles with more rows of X take less power, so that long products are faster: the part of the time that 128 more rows
+#: save, and the seconds in which a product saves half of that. Fitted to 336 random products of 16 bits on an H200
+#: (`benchmarks/results/looks/broad_tiles-bf16-triton3.9.json`).
+BROAD, POWER = 0.046, 4e-5
 #: The stream of blocks from memory. The sum of its time and the loop's, which mostly overlap.
 MEMORY, OVERLAP = Stream(long=1.077, short=1.475, ramp=3.35e-6), 3.92
 #: The factor of the stream's time by the kind of groups. With groups of rows, most bytes are those of weights, which
@@ -113,10 +117,10 @@ MATRIX = 0.6e-6
 #: (`sparse_short-bf16-triton3.9.json`).
 PART, LONG_FILL = 64 * 64, 0.5
 #: Seconds that parts of a tile take to meet, beside the time of their bytes, and how often each byte is on its way.
-REDUCTION, TIMES = 0.663e-6, 3.10
+REDUCTION, TIMES = 0.8e-6, 3.10
 #: The additional seconds of the first with a packed weight; and in a cluster, those for each column of a tile with one
 #: warpgroup (`short_choices-mixed.json`).
-PACKED_REDUCTION, PACKED_CLUSTERED = 0.9e-6, 0.83e-8
+PACKED_REDUCTION, PACKED_CLUSTERED = 0.763e-6, 0.83e-8
 #: The same for a cluster, through shared memory, and its stream of blocks from memory. The shares of multiprocessors
 #: that clusters of up to 8 programs have at the same time, and seconds until later clusters start. Fitted to 470 times
 #: of 75 products (`any_width_cluster-bf16.json`).
@@ -236,6 +240,8 @@ def costs(problem: Problem, space: Space, given: Given, takes_turns: bool, clust
     loop = np.maximum(loop, own_steps * _least_of_step(p, s, given.rows_inside(p.matrices), x, y, busy))
     loop = np.maximum(loop, own_steps * terms.step(p, s, groups))
     loop = loop * (1 + SLOWING * np.log10(np.maximum(loop / LONG, 1)))
+    if staged is None and p.a.bits == 16:
+        loop = loop * (1 - BROAD * np.maximum(x / (2 * ROWS) - 1, 0) * loop / (loop + POWER))
     stream, least = _stream(p, s, given, tiles, clustered)
     together = np.where(chunk > 0, whole, tiles // device.sms) * steps
     waits = _waits(stream, loop, together / own_steps, together * device.sms / (tiles * steps))

@@ -82,6 +82,7 @@ class Numbers(NamedTuple):
         by_groups: by the number of warpgroups, numbers of an accumulator that a thread may have.
         in_turns: the same of a warpgroup that takes turns.
         each: widths are multiples of this power of two, too.
+        by_eight: whether widths of three warpgroups may be any multiples of 8.
         wide: by the number of warpgroups that share a tile, further widths above these, for 64 rows of X for each of
             them. Each width has a kernel of its own.
     """
@@ -89,11 +90,14 @@ class Numbers(NamedTuple):
     by_groups: dict[int, int]
     in_turns: int = 0
     each: int = 1
+    by_eight: bool = False
     wide: Mapping[int, tuple[int, ...]] = MappingProxyType({})
 
 
 #: Of plain matrices of 16 bits and of 8 bits. The latter have scales, for which registers would spill.
 PLAIN = Numbers({1: 128, 2: 160, 3: 96}, in_turns=192)
+#: Of those of 16 bits if the product is stored as it is. With a bias, K loops of these kernels would have spills.
+BARE = Numbers({1: 128, 2: 192, 3: 96}, in_turns=192, by_eight=True)
 PLAIN8 = PLAIN._replace(in_turns=144)
 #: If a step's sum takes as many registers again, and if there are also scales, which 16 columns share.
 PROMOTED = Numbers({1: 96, 2: 88, 3: 64}, in_turns=88)
@@ -120,7 +124,7 @@ class Rules(NamedTuple):
 
     name: str = ""
     about: str = ""
-    numbers: Numbers = PLAIN
+    numbers: Numbers = BARE
     each: int | None = None
     own: int = 2 * ROWS
     shared: dict[int, tuple[range, ...]] | None = None
@@ -285,9 +289,11 @@ def each_of(own: Any, groups: Any, rules: Rules, numbers: Numbers | None = None)
 
     Args:
         own, groups: rows of X of a warpgroup, and warpgroups.
-        numbers: see `numbers_for`.
+        numbers: see `numbers_for`; None for the smallest number of any problem.
     """
-    each = np.where((own == ROWS) & (np.asarray(groups) < 3), 8, 16)
+    is_plain = rules.shared is None and rules.each is None
+    by_eight = is_plain and (numbers is None or numbers.by_eight)
+    each = np.where((own == ROWS) & (by_eight | (np.asarray(groups) < 3)), 8, 16)
     if rules.each is not None:
         each = np.where(np.asarray(groups) > 2, each, rules.each)
     return np.maximum(each, 1 if numbers is None else numbers.each)
@@ -314,9 +320,12 @@ def numbers_for(problem: Problem) -> Numbers:
         return SCALED if problem.N % SPAN else WHOLE_SPANS
     if promotes(problem):
         return PROMOTED
-    if problem.b.staged is None and problem.a.dtype.itemsize == 1:
+    if problem.b.staged is not None:
+        return rules_of(problem.b.staged).numbers
+    if problem.a.dtype.itemsize == 1:
         return PLAIN8
-    return rules_of(problem.b.staged).numbers
+    is_bare = problem.epilogue == "identity" and not problem.batch and not problem.ragged
+    return BARE if is_bare else PLAIN
 
 
 def every_of(problem: Problem) -> tuple[int, int, int] | None:

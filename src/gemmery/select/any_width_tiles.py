@@ -15,8 +15,8 @@ from ..kernels.any_width_sparse import SparseStage
 from ..kernels.any_width_stage import Stage
 from ..schedules.any_width import COOPERATIVE, PINGPONG
 from ..schedules.any_width_tile import (
+    BARE,
     PART,
-    PLAIN,
     PLAIN8,
     PROMOTED,
     ROW,
@@ -165,10 +165,10 @@ def rows(item: int, numbers: Numbers | None = None) -> dict[tuple[str, str], str
 
     Args:
         item: bytes of an element of the operands.
-        numbers: see `schedules.any_width_tile.numbers_for`; None for the usual ones.
+        numbers: see `schedules.any_width_tile.numbers_for`; None for those of most tiles.
     """
     step = ROW // item
-    numbers = numbers or (PLAIN if item > 1 else PLAIN8)
+    numbers = numbers or (BARE if item > 1 else PLAIN8)
     # With 16-bit operands they give the bits of other schedules, as was measured; fp8 was not measured.
     apart = "" if item > 1 else " apart"
     shared = [*_rows(SHARED_TILES, step, numbers), *_narrow(step, numbers)]
