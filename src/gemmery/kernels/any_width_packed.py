@@ -12,8 +12,7 @@ The arithmetic is that of `kernels.packed`, so a weight has the same bits in all
 
 import itertools
 import struct
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import triton.language as tl
@@ -163,20 +162,20 @@ class StageFormat(NamedTuple):
         """
         own, kind = len(sums), KIND.split(".")[0]
         # Each wait takes time, during which nothing is multiplied if there is only one warpgroup.
-        is_alone = rows == ROWS * own and not turns
-        count = 2 if is_alone else 1
+        count = 2 if rows == ROWS * own and not turns else 1
         parts = [range(first, first + count) for first in range(0, PIECES, count)]
         wait = f"wgmma.wait_group.sync.aligned {len(parts) - 1};"
-        last = f"{turns} wgmma.wait_group.sync.aligned 0;"
+        begin = f"{{ {arrived} {load(self, rows, own)}{prepare(self, kind, own)} }}"
+        last = f"{turns} wgmma.wait_group.sync.aligned 0; {release('earlier')} {release('before')} {ends}"
 
         def made(part: range) -> str:
             return "".join(unpacked(self, kind, own, piece) for piece in part)
 
-        def products(part: range, adds: int, y: str = "y") -> str:
+        def products(part: range, adds: int) -> str:
             lines = ["wgmma.fence.sync.aligned;"]
             for piece in part:
                 lines.append(
-                    f"add.s32 own, {y}, {piece * (128 if turned else 2)}; mov.b64 own_y, {{own, {HEAD}}};"
+                    f"add.s32 own, y, {piece * (128 if turned else 2)}; mov.b64 own_y, {{own, {HEAD}}};"
                 )
                 lines += [
                     f"wgmma.mma_async.sync.aligned.m64n{2 * len(registers)}k16.f32.{KIND} {{{', '.join(registers)}}},"
@@ -184,28 +183,6 @@ class StageFormat(NamedTuple):
                     for row, registers in enumerate(sums)
                 ]
             return "".join([*lines, "wgmma.commit_group.sync.aligned;"])
-
-        if is_alone and own == 1:
-            next_ = loaded_ahead(self, own)
-            taken = "".join(f"mov.b32 {to}, {of};" for to, of in next_.items()) + prepare(self, kind, own)
-
-            def step_ahead(ahead: str) -> str:
-                lines = [made(parts[0]), products(parts[0], 1), "mov.b32 earlier, before; mov.b32 own_step, y;"]
-                lines += [go_on, "setp.gt.s32 more, left, 1;", ahead]
-                for part in parts[1:]:
-                    # The last time, it leaves products of this step alone, so that no warp reads the stage before.
-                    lines += [wait, release("earlier") if part is parts[-1] else ""]
-                    lines += [made(part), products(part, 1, "own_step")]
-                return "".join(lines)
-
-            ahead = f"{{ {arrived} {load(self, rows, own, next_)} }}"
-            return (
-                f"{{ .reg .b32 earlier, own_step; {registers(self, own, next_)}"
-                f"{{ {arrived} {load(self, rows, own)} }} {prepare(self, kind, own)} setp.gt.s32 more, left, 1;"
-                f"@!more bra.uni LAST;\nSTEP: {wait} {step_ahead(ahead)} {taken} @more bra.uni STEP;"
-                f"\nLAST: {wait} {step_ahead('')} {last} {release('before')} {ends} }}"
-            )
-        begin = f"{{ {arrived} {load(self, rows, own)}{prepare(self, kind, own)} }}"
 
         def step(adds: int) -> str:
             lines = [made(parts[0]), products(parts[0], adds)]
@@ -216,8 +193,7 @@ class StageFormat(NamedTuple):
         # The code of the first step is separate, so that no step has to ask whether it is the first.
         return (
             f"{{ .reg .b32 earlier; {registers(self, own)} {begin} {step(0)} @!more bra.uni DONE;\n"
-            f"STEP: {begin} {wait} {release('earlier')} {step(1)} @more bra.uni STEP;\n"
-            f"DONE: {last} {release('earlier')} {release('before')} {ends} }}"
+            f"STEP: {begin} {wait} {release('earlier')} {step(1)} @more bra.uni STEP;\nDONE: {last} }}"
         )
 
 
@@ -225,28 +201,17 @@ class StageFormat(NamedTuple):
 # Loads
 
 
-def loaded_ahead(format: StageFormat, own: int) -> dict[str, str]:
-    """The registers into which the words and group parameters of the next step are loaded, by those of this step."""
-    words = [
-        word for i in range(own) for block in range(format.blocks) for word in words_of(format, i, block)
-    ]
-    params = [f"{kind.name}{suffix(*each)}" for kind in format.kinds for each in _params_of(format, own)]
-    return {name: f"next_{name}" for name in (*words, *params)}
-
-
-def registers(format: StageFormat, own: int, ahead: Mapping[str, str] = MappingProxyType({})) -> str:
+def registers(format: StageFormat, own: int) -> str:
     """Assembly that declares the registers of a step.
 
     Args:
         own: how many times 64 rows the warpgroup has.
-        ahead: see `loaded_ahead`.
     """
     names = [
         f"{name}{suffix(*each)}"
         for name in (*(kind.name for kind in format.kinds), "left", "right", "zero")
         for each in _params_of(format, own)
     ]
-    names += ahead.values()
     declared = f".reg .b32 {', '.join(names)};" if names else ""
     return (
         f".reg .b32 word<{4 * format.blocks * own}>, piece<{4 * PIECES * own}>, constant<3>;"
@@ -264,15 +229,12 @@ def suffix(i: int, group: int, half: int) -> str:
     return f"{i}_{group}_{half}"
 
 
-def load(
-    format: StageFormat, rows: int, own: int, ahead: Mapping[str, str] = MappingProxyType({})
-) -> str:  # fmt: skip
+def load(format: StageFormat, rows: int, own: int) -> str:
     """Assembly that loads a thread's words and group parameters of a stage.
 
     Args:
         rows: of X in a stage.
         own: how many times 64 rows the warpgroup has.
-        ahead: see `loaded_ahead`.
 
     Register `x` is where the warpgroup's words are, in units of 16 bytes, and `stage` the stage's number.
     """
@@ -281,7 +243,7 @@ def load(
         # Four lines further another bit of the swizzle is set.
         lines.append(f"shl.b32 own, x, 4; xor.b32 params, place, {64 * block}; add.s32 own, own, params;")
         for i in range(own):
-            names = ", ".join(ahead.get(word, word) for word in words_of(format, i, block))
+            names = ", ".join(words_of(format, i, block))
             at = ROWS // STRIP * format.words * i + 4 * LINE_BYTES * block
             lines.append(f"ld.shared.v4.b32 {{{names}}}, [own + {at}];")
     if format.group:
@@ -291,7 +253,6 @@ def load(
         for i, group, half in _params_of(format, own):
             at = of_kind + format.params * i + 2 * ROWS * group + STRIP * half
             register = f"{kind.name}{suffix(i, group, half)}"
-            register = ahead.get(register, register)
             lines.append(f"ld.shared.b16 number, [params + {at}]; mov.b32 {register}, {{number, number}};")
     return "".join(lines)
 
