@@ -32,6 +32,10 @@ CASES = [
     ("TT", "192x64x64-g8-w12-s4-cooperative-descriptor"),
     ("NT", "256x160x64-g8-w8-s3-cooperative-descriptor"),
     ("NT", "128x144x64-g8-w8-s4-pingpong-descriptor"),
+    # Of bare products alone.
+    ("NT", "192x256x64-g8-w8-s3-cooperative-descriptor-swap"),
+    ("TN", "256x192x64-g8-w8-s3-cooperative-descriptor"),
+    ("NT", "104x192x64-g8-w12-s5-cooperative-descriptor-swap"),
     ("NT", "16x64x64-g8-w4-s12-cooperative-descriptor-swap"),
     # Two warpgroups share rows.
     ("NT", "16x96x64-g8-w8-s8-cooperative-descriptor-k2-swap"),
