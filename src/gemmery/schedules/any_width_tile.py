@@ -96,7 +96,7 @@ class Numbers(NamedTuple):
 
 #: Of plain matrices of 16 bits and of 8 bits. The latter have scales, for which registers would spill.
 PLAIN = Numbers({1: 128, 2: 160, 3: 96}, in_turns=192)
-#: Of those of 16 bits if the product is stored as it is. With a bias, K loops of these kernels would have spills.
+#: Of matrices of 16 bits, if the product is stored as it is. With a bias, the K loops of these tiles would have spills.
 BARE = Numbers({1: 128, 2: 192, 3: 96}, in_turns=192, by_eight=True)
 PLAIN8 = PLAIN._replace(in_turns=144)
 #: If a step's sum takes as many registers again, and if there are also scales, which 16 columns share.
