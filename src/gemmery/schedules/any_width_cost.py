@@ -76,7 +76,7 @@ JOINT = 16.0
 SLOWING, LONG = 0.0185, 3e-5
 #: Tiles with more rows of X take less power, so that long products are faster: the part of the time that 128 more rows
 #: save, and the seconds in which a product saves half of that. Fitted to 336 random products of 16 bits on an H200
-#: (`benchmarks/results/looks/broad_tiles-bf16-triton3.9.json`).
+#: (`benchmarks/results/looks/broad_tiles-bf16-triton3.9.json`). Groups were not measured.
 BROAD, POWER = 0.046, 4e-5
 #: The stream of blocks from memory. The sum of its time and the loop's, which mostly overlap.
 MEMORY, OVERLAP = Stream(long=1.077, short=1.475, ramp=3.35e-6), 3.92
@@ -240,7 +240,7 @@ def costs(problem: Problem, space: Space, given: Given, takes_turns: bool, clust
     loop = np.maximum(loop, own_steps * _least_of_step(p, s, given.rows_inside(p.matrices), x, y, busy))
     loop = np.maximum(loop, own_steps * terms.step(p, s, groups))
     loop = loop * (1 + SLOWING * np.log10(np.maximum(loop / LONG, 1)))
-    if staged is None and p.a.bits == 16:
+    if staged is None and p.a.bits == 16 and not given.ragged:
         loop = loop * (1 - BROAD * np.maximum(x / (2 * ROWS) - 1, 0) * loop / (loop + POWER))
     stream, least = _stream(p, s, given, tiles, clustered)
     together = np.where(chunk > 0, whole, tiles // device.sms) * steps
