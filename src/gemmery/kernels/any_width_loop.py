@@ -41,8 +41,10 @@ def step_of(KIND, FORMAT):
     """Elements along K of a stage."""
     if "16" not in KIND:
         return 128
-    if FORMAT is None or not FORMAT.startswith("2:4/"):
+    if FORMAT is None:
         return 64
+    if not FORMAT.startswith("2:4/"):
+        return 128 if FORMAT.endswith("/wide") else 64
     # The bits are `SparseStage.bits`, which are more in a long step.
     _, bits, code, *_ = FORMAT.split("/")
     return 128 if bits == ("8" if code else "16") else 64

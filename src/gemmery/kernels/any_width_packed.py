@@ -20,7 +20,7 @@ import triton.language as tl
 from . import decoders
 from .any_width_stage import HEAD, LINE_BYTES, ROWS, Params, params_bytes, x_bytes
 
-#: Numbers along K of a step, and pieces in which it is multiplied.
+#: Numbers along K of a short step, and pieces in which it is multiplied. Each piece of it has its own registers.
 STEP, PIECES = 64, 4
 #: Rows of a strip of words.
 STRIP = 16
@@ -36,6 +36,8 @@ class StageFormat(NamedTuple):
         group: numbers along K that share group parameters, a power of two; 0 if there are none.
         shifts: "zeros", "offsets" or "" for nothing.
         zero: the code that stands for 0, where there are no zero points.
+        wide: whether a step has twice as many numbers. Each instruction of a loop delays the products, and many of
+            them, such as those that wait for a stage, are needed once in a step.
     """
 
     code: str
@@ -43,15 +45,17 @@ class StageFormat(NamedTuple):
     group: int
     shifts: str
     zero: int
+    wide: bool = False
 
     @classmethod
     def of(cls, text: str) -> "StageFormat":
         """The inverse of the format's `str`."""
-        code, bits, group, shifts, zero = text.split("/")
-        return cls(code, int(bits), int(group), shifts, int(zero))
+        code, bits, group, shifts, zero, wide = text.split("/")
+        return cls(code, int(bits) >> bool(wide), int(group), shifts, int(zero), bool(wide))
 
     def __str__(self) -> str:
-        return "/".join(map(str, self))
+        bits = self.bits << self.wide
+        return f"{self.code}/{bits}/{self.group}/{self.shifts}/{self.zero}/{'wide' * self.wide}"
 
     @property
     def kind(self) -> str:
@@ -71,7 +75,7 @@ class StageFormat(NamedTuple):
     @property
     def words(self) -> int:
         """Bytes of the words of a strip and a step."""
-        return STRIP * STEP * self.bits // 8
+        return STRIP * self.step * self.bits // 8
 
     @property
     def blocks(self) -> int:
@@ -81,7 +85,7 @@ class StageFormat(NamedTuple):
     @property
     def groups(self) -> int:
         """Groups of a step."""
-        return max(STEP // self.group, 1) if self.group else 0
+        return max(self.step // self.group, 1) if self.group else 0
 
     @property
     def params(self) -> int:
@@ -97,16 +101,22 @@ class StageFormat(NamedTuple):
     @property
     def step(self) -> int:
         """See `Stage.step`."""
-        return STEP
+        return STEP << self.wide
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of a step, in which it is multiplied."""
+        return PIECES << self.wide
 
     @property
     def y_blocks(self) -> int:
         """See `Stage.y_blocks`."""
-        return 1
+        return 2 if self.wide else 1
 
     def of_step(self, columns: int) -> "StageFormat | None":
         """See `Stage.of_step`."""
-        return self if columns == STEP else None
+        found = self._replace(wide=columns == 2 * STEP)
+        return found if found.step == columns else None
 
     def of_halves(self, paired: bool) -> "StageFormat | None":
         """See `Stage.of_halves`."""
@@ -136,7 +146,7 @@ class StageFormat(NamedTuple):
             "and.b32 warp, warp, 3; and.b32 lane, lane, 31;"
             # Group parameters follow both operands' blocks of all stages. A warp has 16 of 64 rows, and a thread the
             # row that is its number divided by 4, and the row 8 below it.
-            f"mad.lo.s32 params, {y_rows}, {LINE_BYTES}, {x_bytes(rows, self)};"
+            f"mad.lo.s32 params, {y_rows}, {LINE_BYTES * self.y_blocks}, {x_bytes(rows, self)};"
             f"mul.lo.s32 first_params, params, {stages};"
             "mov.b32 params, global_smem; add.s32 first_params, first_params, params; shr.u32 params, lane, 2;"
             f"mad.lo.s32 params, warp, {STRIP}, params; mad.lo.s32 first_params, params, 2, first_params;"
@@ -153,9 +163,9 @@ class StageFormat(NamedTuple):
     ) -> str:  # fmt: skip
         """See `Stage.steps`; X is unpacked on the way.
 
-        A step is multiplied in pieces with separate registers, one or two pieces at a time. Their
-        registers are overwritten while the products of the other pieces are in flight. In another order, or without a
-        separate first step, the assembler of Triton 3.8 and older makes the products wait for each other.
+        A step is multiplied in pieces, one or two at a time. `PIECES` of them have separate registers, which are
+        overwritten while the products of the others are in flight. In another order, or without a separate first
+        step, the assembler of Triton 3.8 and older makes the products wait for each other.
 
         Args:
             promotes: ignored, since Y has 16 bits.
@@ -163,10 +173,13 @@ class StageFormat(NamedTuple):
         own, kind = len(sums), KIND.split(".")[0]
         # Each wait takes time, during which nothing is multiplied if there is only one warpgroup.
         count = 2 if rows == ROWS * own and not turns else 1
-        parts = [range(first, first + count) for first in range(0, PIECES, count)]
-        wait = f"wgmma.wait_group.sync.aligned {len(parts) - 1};"
+        parts = [range(first, first + count) for first in range(0, self.pieces, count)]
+        wait = f"wgmma.wait_group.sync.aligned {PIECES // count - 1};"
         begin = f"{{ {arrived} {load(self, rows, own)}{prepare(self, kind, own)} }}"
-        last = f"{turns} wgmma.wait_group.sync.aligned 0; {release('earlier')} {release('before')} {ends}"
+        # In the middle of a long step, the step before is multiplied; in the middle of a short one, it is not.
+        middle = release("before") if self.wide else ""
+        earlier = "" if self.wide else release("earlier")
+        last = f"{turns} wgmma.wait_group.sync.aligned 0; {earlier} {release('before')} {ends}"
 
         def made(part: range) -> str:
             return "".join(unpacked(self, kind, own, piece) for piece in part)
@@ -174,8 +187,10 @@ class StageFormat(NamedTuple):
         def products(part: range, adds: int) -> str:
             lines = ["wgmma.fence.sync.aligned;"]
             for piece in part:
+                block, place = divmod(piece, PIECES)
                 lines.append(
-                    f"add.s32 own, y, {piece * (128 if turned else 2)}; mov.b64 own_y, {{own, {HEAD}}};"
+                    f"add.s32 own, {'y_next' if block else 'y'}, {place * (128 if turned else 2)};"
+                    f"mov.b64 own_y, {{own, {HEAD}}};"
                 )
                 lines += [
                     f"wgmma.mma_async.sync.aligned.m64n{2 * len(registers)}k16.f32.{KIND} {{{', '.join(registers)}}},"
@@ -185,15 +200,16 @@ class StageFormat(NamedTuple):
             return "".join([*lines, "wgmma.commit_group.sync.aligned;"])
 
         def step(adds: int) -> str:
-            lines = [made(parts[0]), products(parts[0], adds)]
+            lines = [next_block, made(parts[0]), products(parts[0], adds)]
             for part in parts[1:]:
-                lines += [wait, made(part), products(part, adds)]
+                lines += [wait, middle if PIECES in part else "", made(part), products(part, adds)]
             return f"{''.join(lines)} mov.b32 earlier, before; {go_on}"
 
+        next_block = "shr.u32 y_next, y_rows, 1; add.s32 y_next, y_next, y;" if self.wide else ""
         # The code of the first step is separate, so that no step has to ask whether it is the first.
         return (
-            f"{{ .reg .b32 earlier; {registers(self, own)} {begin} {step(0)} @!more bra.uni DONE;\n"
-            f"STEP: {begin} {wait} {release('earlier')} {step(1)} @more bra.uni STEP;\nDONE: {last} }}"
+            f"{{ .reg .b32 earlier, y_next; {registers(self, own)} {begin} {step(0)} @!more bra.uni DONE;\n"
+            f"STEP: {begin} {wait} {earlier} {step(1)} @more bra.uni STEP;\nDONE: {last} }}"
         )
 
 
@@ -241,7 +257,7 @@ def load(format: StageFormat, rows: int, own: int) -> str:
     lines = []
     for block in range(format.blocks):
         # Four lines further another bit of the swizzle is set.
-        lines.append(f"shl.b32 own, x, 4; xor.b32 params, place, {64 * block}; add.s32 own, own, params;")
+        lines.append(f"shl.b32 own, x, 4; xor.b32 params, place, {64 * (block % 2)}; add.s32 own, own, params;")
         for i in range(own):
             names = ", ".join(words_of(format, i, block))
             at = ROWS // STRIP * format.words * i + 4 * LINE_BYTES * block
@@ -268,7 +284,7 @@ def words_of(format: StageFormat, i: int, block: int) -> list[str]:
 
 def pieces_of(i: int, piece: int) -> list[str]:
     """The registers of a piece of 64 rows: of a row, of the row 8 below it, and of both, 8 further along K."""
-    return [f"piece{4 * (PIECES * i + piece) + j}" for j in range(4)]
+    return [f"piece{4 * (PIECES * i + piece % PIECES) + j}" for j in range(4)]
 
 
 def prepare(format: StageFormat, kind: str, own: int) -> str:
@@ -303,7 +319,7 @@ def prepare(format: StageFormat, kind: str, own: int) -> str:
 
 def unpacked(format: StageFormat, kind: str, own: int, piece: int) -> str:
     """Assembly that unpacks a thread's share of one of a step's pieces, see `pieces_of`, of each 64 rows."""
-    block, part = divmod(piece, PIECES // format.blocks)
+    block, part = divmod(piece, format.pieces // format.blocks)
     # Two words are in $2 and $3, pairs of numbers come in $0 and $1. No wait: the loop has its own.
     text = decoders.DECODERS[format.code, format.bits].assembly(part, _dtype(kind), -1)
     lines = []
@@ -315,7 +331,7 @@ def unpacked(format: StageFormat, kind: str, own: int, piece: int) -> str:
             for number, register in enumerate((*results, *words)):
                 decoded = decoded.replace(f"${number}", register)
             lines.append(decoded)
-            each = suffix(i, piece * format.groups // PIECES, half)
+            each = suffix(i, piece * format.groups // format.pieces, half)
             lines += [_number(format, kind, result, each, which) for which, result in enumerate(results)]
     return "".join(lines)
 
