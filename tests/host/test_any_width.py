@@ -407,7 +407,9 @@ def test_tiles_for_packed_weights_that_nobody_timed_are_doubted(format):
     assert not np.allclose(np.log(factors[0, ~own]), measured.DOUBT)
 
 
-@pytest.mark.parametrize("text", ["int/4/128//8", "int/8/32/zeros/128", "e4m3/8/0//0", None])
+@pytest.mark.parametrize(
+    "text", ["int/4/128//8/", "int/8/64//8/wide", "int/8/32/zeros/128/", "e4m3/8/0//0/", None]
+)
 def test_both_say_how_many_bytes_a_block_has(text):
     format = None if text is None else any_width_packed.StageFormat.of(text)
     assert loop.x_bytes_of(128, text) == any_width_stage.x_bytes(128, format)
@@ -415,7 +417,7 @@ def test_both_say_how_many_bytes_a_block_has(text):
 
 @pytest.mark.parametrize("stage", [
     any_width_packed.StageFormat("int", 4, 128, "", 8), any_width_packed.StageFormat("int", 8, 32, "zeros", 128),
-    any_width_packed.StageFormat("e4m3", 8, 0, "", 0), SparseStage(), SparseStage(paired=True), SparseStage("int8"),
+    any_width_packed.StageFormat("int", 4, 64, "", 8, wide=True), any_width_packed.StageFormat("e4m3", 8, 0, "", 0), SparseStage(), SparseStage(paired=True), SparseStage("int8"),
     SparseStage(fp8=True),
 ], ids=str)  # fmt: skip
 def test_every_stage_has_its_rows_and_its_text_says_all(stage):

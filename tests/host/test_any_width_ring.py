@@ -59,6 +59,8 @@ PLACES_AT = BARRIERS_AT + 8 * PLACES
 TAKEN_AT = PLACES_AT + 8 * any_width_places.TAKEN_AT.value
 #: 4-bit integers with scales, of which two steps have the same.
 INT4 = any_width_packed.StageFormat("int", 4, 2 * STEP, "", 8)
+#: The same with steps of 128 columns, and such steps with two groups.
+LONG, TWO_GROUPS = INT4._replace(wide=True), INT4._replace(wide=True, group=STEP)
 SPARSE, SPARSE_PAIRS = any_width_sparse.SparseStage(), any_width_sparse.SparseStage(paired=True)
 WIDE, WIDE_PAIRS = SPARSE._replace(wide=True), SPARSE_PAIRS._replace(wide=True)
 #: Bytes of the words of 32 rows and 32 columns.
@@ -345,11 +347,13 @@ class Warp:
         boxes, forms: rows that are loaded at a time, and how they lie, of X and of Y.
         scaled: the `StepScales` that sums are multiplied by before they are added; None if there are none.
         streams: 1 where X is loaded with a cache policy, 2 where Y is.
-        wide: whether a step of a sparse weight has 128 columns, which are kept as two of 64.
+        stage: the format of X, which is packed or sparse; otherwise None.
     """
 
-    def __init__(self, machine, boxes, forms, streams, scaled, wide):
-        self.wide = wide
+    def __init__(self, machine, boxes, forms, streams, scaled, stage):
+        self.stage = stage
+        # A step of 128 columns is kept as two of 64.
+        self.wide = stage is not None and stage.step > STEP
         self.machine, self.boxes, self.forms, self.streams, self.scaled = (
             machine,
             boxes,
@@ -430,8 +434,9 @@ class Warp:
         elif code == "ld.shared.v2.b32":
             return dict(zip(re.findall(r"[\w.$]+", arguments[0]), self.machine.take(address[0]), strict=True))
         elif code == "ld.shared.v4.b32":
-            found = self.machine.rows.get(address[0])
-            if found is None:
+            found = self.machine.rows.get(address[0] // 128 * 128)
+            # The first thread's 16 bytes are the first of a block's first line, or, swizzled, the fifth.
+            if found is None or address[0] % 128 != 64 * (found[2] % self.stage.step // STEP):
                 raise Wrong("no words there")
             return re.findall(r"[\w.]+", arguments[0]), found
         elif code == "ld.shared.b16":
@@ -508,7 +513,7 @@ class Warp:
         if any(self.busy[each] for each in re.findall(r"[\w.]+", arguments[0])):
             raise Wrong("unpacked while products read it")
         (_, row, k), scale = value(arguments[1]), value(arguments[2])
-        if scale != ("s", row, k // INT4.group):
+        if scale != ("s", row, k // self.stage.group):
             raise Wrong("not the words' scales")
 
     def _add(self, total, number, start, scale=None):
@@ -567,15 +572,24 @@ class Warp:
             return
         if self.forms[0] == "packed" and is_params:
             row, group = places
-            writes = {address[0] + 2 * i: ("s", row + i, group) for i in range(0, self.boxes[0], 64)}
-            self.machine.load(address[-1], 2 * self.boxes[0], writes)
+            # If a step has several groups, 64 rows are loaded at a time.
+            groups = self.stage.groups
+            rows = self.boxes[0] if groups == 1 else 64
+            writes = {
+                address[0] + 2 * groups * i + 128 * j: ("s", row + i, group + j)
+                for i in range(0, rows, 64)
+                for j in range(groups)
+            }
+            self.machine.load(address[-1], 2 * groups * rows, writes)
             return
         operand = 0 if number == "gemm_any_width_param_0" else 1
         if operand == 0 and self.forms[0] == "packed":
             _, line, strip = places
-            lines = self.boxes[0] // 16 * 4
+            each = self.stage.words // 128
+            lines = self.boxes[0] // 16 * each
             writes = {
-                address[0] + 128 * i: ("x", 16 * (strip + i // 4), 16 * (line + i % 4)) for i in range(lines)
+                address[0] + 128 * i: ("x", 16 * (strip + i // each), 16 * (line + i % each))
+                for i in range(lines)
             }
             self.machine.load(address[-1], 128 * lines, writes)
             return
@@ -749,23 +763,20 @@ class Warp:
                 (self.machine.reading if isinstance(each, int) else self.busy)[each] -= 1
 
 
-def kernel(machine, number, programs, groups, threads, boxes, forms, streams, scaled, step, edit, changes):
+def kernel(machine, number, programs, groups, threads, boxes, forms, streams, scaled, stage, edit, changes):
     """The kernel's functions with what stands in for Gluon.
 
     Args:
         number: which program this is.
         groups: the warpgroup of each thread of Python; None for a loader's.
         threads: the number of the first thread of each loader's warp.
-        boxes, forms, streams, scaled: see `Warp`.
-        step: columns of a step.
+        boxes, forms, streams, scaled, stage: see `Warp`.
         edit: changes the assembly.
     """
     warps = {}
 
     def inline_asm_elementwise(text, constraints, given, *, pack, **more):
-        warp = warps.setdefault(
-            threading.get_ident(), Warp(machine, boxes, forms, streams, scaled, step > STEP)
-        )
+        warp = warps.setdefault(threading.get_ident(), Warp(machine, boxes, forms, streams, scaled, stage))
         outputs = constraints.count("=")
         values = [None] * outputs
         for each in given:
@@ -817,13 +828,17 @@ def kernel(machine, number, programs, groups, threads, boxes, forms, streams, sc
         "scaled_sums",
         "starts_of",
     )
-    unpacking = vars(any_width_packed) | {
-        "prepare": lambda *given: "",
-        "unpacked": lambda format, kind, own, piece: "".join(
-            f"unpack {{{', '.join(any_width_packed.pieces_of(i, piece))}}}, word{4 * i}, scale{i}_0_0, {piece};"
-            for i in range(own)
-        ),
-    }  # fmt: skip
+
+    def unpacked(format, kind, own, piece):
+        lines = []
+        for i in range(own):
+            pieces = ", ".join(any_width_packed.pieces_of(i, piece))
+            word = any_width_packed.words_of(format, i, piece * format.blocks // format.pieces)[0]
+            scale = any_width_packed.suffix(i, piece * format.groups // format.pieces, 0)
+            lines.append(f"unpack {{{pieces}}}, {word}, scale{scale}, {piece % any_width_packed.PIECES};")
+        return "".join(lines)
+
+    unpacking = vars(any_width_packed) | {"prepare": lambda *given: "", "unpacked": unpacked}
     steps = types.FunctionType(any_width_packed.StageFormat.steps.__code__, unpacking)
     emulated = type("Emulated", (any_width_packed.StageFormat,), {"steps": steps})
 
@@ -1026,7 +1041,7 @@ def emulate(
         edges = list(range(1 - whole % programs, down, free)) if whole % programs < 2 else []
         units = (whole // programs - -down // free) * programs
     names = kernel(
-        machine, 1, programs, of_thread, threads, boxes, forms, streams, scaled, step_size, edit, stood_in
+        machine, 1, programs, of_thread, threads, boxes, forms, streams, scaled, stage_format, edit, stood_in
     )
 
     def part_of(unit):
@@ -1247,6 +1262,12 @@ CASES = [
     (2, 256, 64, 4, False, (608, 300, 200), 1, ("packed", "rows"), False, False, str(INT4)),
     (2, 128, 96, 3, True, (400, 300, 200), 1, ("packed", "rows"), False, False, str(INT4)),
     (1, 64, 96, 3, False, (64, 96, 700), 3, ("packed", "rows"), False, False, str(INT4)),
+    # Packed weights with steps of 128 columns, the last of which are not whole.
+    (2, 128, 64, 3, False, (304, 300, 650), 2, ("packed", "rows"), False, False, str(LONG)),
+    (2, 256, 64, 4, False, (608, 300, 400), 1, ("packed", "rows"), False, False, str(TWO_GROUPS)),
+    (2, 128, 96, 3, True, (400, 300, 400), 1, ("packed", "rows"), False, False, str(LONG)),
+    (1, 64, 96, 3, False, (64, 96, 1300), 3, ("packed", "rows"), False, False, str(TWO_GROUPS)),
+    (3, 192, 64, 4, False, (400, 300, 520), 1, ("packed", "rows"), False, False, str(LONG)),
     # Sparse weights: one, two and three warpgroups, with 64 and 128 rows each, and tiles that are cut along K.
     (1, 64, 72, 3, False, (300, 300, 700), 1, ("sparse", "rows"), False, False, str(SPARSE)),
     (2, 128, 88, 4, False, (300, 400, 330), 2, ("sparse", "rows"), False, False, str(SPARSE)),
@@ -1270,6 +1291,7 @@ CASES = [
     (1, 64, 136, 3, False, (64, 300, 700), 2, ("rows", "rows"), False, False, None, True),
     (2, 128, 64, 4, False, (300, 64, 1300), 4, ("rows", "turned"), False, False, None, True),
     (2, 128, 64, 3, False, (304, 64, 900), 2, ("packed", "rows"), False, False, str(INT4), True),
+    (2, 128, 64, 3, False, (304, 64, 1800), 2, ("packed", "rows"), False, False, str(LONG), True),
     (1, 64, 96, 5, False, (64, 96, 1400), 3, ("sparse", "rows"), False, False, str(SPARSE), True),
     (2, 96, 64, 5, False, (200, 96, 1400), 3, ("sparse", "rows"), False, False, str(SPARSE), True),
     # Steps of 128 columns, the last of which are not whole.
@@ -1433,6 +1455,25 @@ MUTANTS = {
         "edit": lambda text: text.replace(
             "@one mbarrier.arrive.shared::cta.b64 _, [earlier", "@!one exit [earlier"
         ),
+    },
+    "the first 64 columns of Y for all of a long step": {
+        "message": "not the blocks of this step",
+        "edit": lambda text: text.replace("y_next, y_next, y;", "y_next, y, 0;"),
+    },
+    "a long packed stage that is free while it is read": {
+        "message": "loaded while it is read",
+        "cases": [case for case in CASES if str(LONG) in case],
+        "edit": lambda text: text.replace("cta.b64 _, [before", "cta.b64 _, [at"),
+    },
+    "the first words for all of a long step": {
+        "message": "no words there",
+        "edit": lambda text: text.replace("[own + 512]", "[own + 0]"),
+        "cases": [case for case in CASES if str(LONG) in case],
+    },
+    "the first group's scales for both of a long step": {
+        "message": "not the words' scales",
+        "edit": lambda text: text.replace("[params + 128]", "[params + 0]"),
+        "cases": [case for case in CASES if str(TWO_GROUPS) in case],
     },
     "rows of one half for those of two": {
         "message": "not the blocks of this step",
