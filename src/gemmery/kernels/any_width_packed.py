@@ -257,7 +257,9 @@ def load(format: StageFormat, rows: int, own: int) -> str:
     lines = []
     for block in range(format.blocks):
         # Four lines further another bit of the swizzle is set.
-        lines.append(f"shl.b32 own, x, 4; xor.b32 params, place, {64 * (block % 2)}; add.s32 own, own, params;")
+        lines.append(
+            f"shl.b32 own, x, 4; xor.b32 params, place, {64 * (block % 2)}; add.s32 own, own, params;"
+        )
         for i in range(own):
             names = ", ".join(words_of(format, i, block))
             at = ROWS // STRIP * format.words * i + 4 * LINE_BYTES * block
