@@ -150,6 +150,23 @@ KINDS = [
     "128x256x64-g8-w8-s4-cooperative-descriptor-swap", "128x128x64-g8-w8-s6-pingpong-descriptor-swap",
 ])  # fmt: skip
 def test_products_with_packed_weights_do_not_wait_for_each_other(text, format, dtype):
+    check_packed(text, format, dtype)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("format", ["int4", "nf4"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("text", [
+    "64x64x128-g8-w4-s8-cooperative-descriptor-k2-swap", "128x64x128-g8-w4-s5-cooperative-descriptor-swap",
+    "96x128x128-g8-w8-s5-cooperative-descriptor-swap", "64x192x128-g8-w12-s5-cooperative-descriptor-swap",
+    "112x192x128-g8-w12-s4-cooperative-descriptor-swap", "80x256x128-g8-w8-s4-cooperative-descriptor-swap",
+    "96x128x128-g8-w8-s5-pingpong-descriptor-swap",
+])  # fmt: skip
+def test_long_steps_of_packed_weights_do_not_wait_for_each_other(text, format, dtype):
+    check_packed(text, format, dtype)
+
+
+def check_packed(text, format, dtype):
     problem = abstract_problem(3000, 1024, 4096, device=device_named("H200"), weight=format, dtype=dtype)
     with compiling_for("sm_90"):
         binding = schedules.bind(problem, Config.of(text))
@@ -355,6 +372,7 @@ CLUSTERS = [
     ((200, 520, 4096), {}, "128x72x64-g0-w8-s5-cluster-descriptor-k6"),
     ((200, 520, 520), {}, "64x128x64-g0-w4-s4-cluster-descriptor-k6-swap"),
     ((60, 1536, 4096), {"weight": "int4"}, "64x128x64-g0-w8-s5-cluster-descriptor-k2-swap"),
+    ((60, 1536, 4096), {"weight": "int4"}, "64x128x128-g0-w8-s4-cluster-descriptor-k2-swap"),
     ((30, 1536, 4096), {"weight": "2:4"}, "32x128x64-g0-w8-s10-cluster-descriptor-k2-swap"),
     ((16, 1536, 4096), {"weight": "2:4", "dtype": "fp16"}, "16x64x64-g0-w4-s12-cluster-descriptor-k4-swap"),
     (

@@ -114,9 +114,10 @@ class StageFormat(NamedTuple):
         return 2 if self.wide else 1
 
     def of_step(self, columns: int) -> "StageFormat | None":
-        """See `Stage.of_step`."""
+        """See `Stage.of_step`. Long steps have 4-bit numbers and at most two groups, whose parameters fit registers."""
         found = self._replace(wide=columns == 2 * STEP)
-        return found if found.step == columns else None
+        is_suited = not found.wide or (found.bits == 4 and found.groups <= 2)
+        return found if found.step == columns and is_suited else None
 
     def of_halves(self, paired: bool) -> "StageFormat | None":
         """See `Stage.of_halves`."""

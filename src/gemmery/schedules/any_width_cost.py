@@ -57,12 +57,14 @@ BEYOND = 0.3
 ROWS = 64
 #: Seconds of a step in which a packed weight is unpacked: once, by several warpgroups and by one alone, and for each 64
 #: rows. The exponent with which they and the products add up.
-UNPACK, UNPACK_ALONE, UNPACK_ROWS, UNPACK_OVERLAP = 1.31e-7, 0.954e-7, 6.27e-8, 3.61
+UNPACK, UNPACK_ALONE, UNPACK_ROWS, UNPACK_OVERLAP = 1.02e-7, 1.02e-7, 6.05e-8, 3.67
+#: The factors of the seconds once for a long step, by several warpgroups and by one alone.
+UNPACK_LONG, UNPACK_LONG_ALONE = 1.2, 1.45
 #: The part of `EFFICIENCY` that these products reach, with 64 rows for each warpgroup and with 128.
 UNPACK_EFFICIENCY = (0.979, 0.946)
 #: Seconds at a launch's start for each warpgroup, which has more code to fetch, and those that a kernel for one width
 #: saves there.
-UNPACK_START, ONE_WIDTH = 3.20e-7, 0.447e-6
+UNPACK_START, ONE_WIDTH = 4.7e-7, 0.447e-6
 #: Share of the bandwidth from L2 of one multiprocessor and of all together; seconds from asking for bytes until they
 #: are there.
 INTAKE, L2, LATENCY = 1.170, 0.998, 1.21e-6
@@ -165,8 +167,10 @@ def _of_packed(
 ) -> Floats:
     """`Terms.products` of a packed weight, which is unpacked meanwhile."""
     products = compute / np.where(x > ROWS * groups, UNPACK_EFFICIENCY[1], UNPACK_EFFICIENCY[0])
-    once = np.where(x > ROWS, UNPACK, UNPACK_ALONE)
-    unpack = steps * (once + UNPACK_ROWS * x / ROWS)
+    halves = _blocks_of_y(p, s)
+    short = np.where(x > ROWS, UNPACK, UNPACK_ALONE)
+    long = short * np.where(x > ROWS, UNPACK_LONG, UNPACK_LONG_ALONE)
+    unpack = steps * (np.where(halves > 1, long, short) + UNPACK_ROWS * halves * x / ROWS)
     seconds: Floats = (products**UNPACK_OVERLAP + unpack**UNPACK_OVERLAP) ** (1 / UNPACK_OVERLAP)
     return seconds
 

@@ -55,7 +55,7 @@ class Offer(NamedTuple):
         narrow: whether there are the tiles of `NARROW_TILES`.
         short: the stage of these and of clusters' tiles, if it is another one.
         each: widths are multiples of this; None for all possible widths.
-        alone: the largest width of a tile with a single warpgroup.
+        widest, alone: the largest width, and that of a tile with a single warpgroup.
         numbers: see `schedules.any_width_tile.numbers_for`, where the stage's rules do not say it.
     """
 
@@ -65,6 +65,7 @@ class Offer(NamedTuple):
     narrow: bool = False
     short: Stage | None = None
     each: int | None = None
+    widest: int = 256
     alone: int = 256
     numbers: Numbers | None = None
 
@@ -83,6 +84,13 @@ def packed(bits: int) -> Offer:
     stages = tuple([StageFormat("", bits, group, "zeros", 0) for group in (STEP, STEP // 4)])
     return Offer(stages, turns=TURNS, each=16, alone=128)
 
+
+#: For packed weights with long steps. Wider tiles are not faster with them: their products take so long that a step's
+#: other instructions delay none (`packed_long_steps-bf16-triton3.9.json`).
+PACKED_LONG = Offer(
+    tuple([StageFormat("", 4, group, "zeros", 0, wide=True) for group in (2 * STEP, STEP)]),
+    turns=TURNS, each=16, widest=128, alone=128,
+)  # fmt: skip
 
 #: For 2:4 sparse weights of 16 bits, and for those of 8 bits that are widened to 16, which have 64 rows for each
 #: warpgroup.
@@ -121,7 +129,7 @@ def _widths(tile: Tile, numbers: Numbers, offer: Offer | None) -> Sequence[int]:
     if offer is None:
         usual = range(PART, tile.widest(numbers) + 1, tile.each_of(rules_of(None), numbers))
         return *usual, *tile.wider(numbers)
-    widest = tile.widest(numbers) if tile.groups > 1 else min(tile.widest(numbers), offer.alone)
+    widest = min(tile.widest(numbers), offer.widest if tile.groups > 1 else offer.alone)
     return range(PART, widest + 1, offer.each or tile.each_of(rules_of(offer.stages[0])))
 
 
@@ -187,14 +195,16 @@ def scaled_rows() -> dict[tuple[str, str], str]:
     return {("descriptor", COOPERATIVE.name): "\n".join(lines)}
 
 
-def staged_rows(offer: Offer) -> dict[tuple[str, str], str]:
+def staged_rows(*offers: Offer) -> dict[tuple[str, str], str]:
     """The rows for weights that have a `Stage`."""
-    numbers = offer.numbers or rules_of(offer.stages[0]).numbers
-    short = offer.short or offer.stages[0]
-    narrow = _narrow(short.step, numbers, short) if offer.narrow else []
-    shared = [*_rows(offer.shared, offer.stages[0].step, numbers, offer), *narrow]
-    turns = _rows(offer.turns, offer.stages[0].step, numbers, offer)
-    clusters = _clusters(short.step, numbers, short)
+    shared, turns, clusters = [], [], []
+    for offer in offers:
+        numbers = offer.numbers or rules_of(offer.stages[0]).numbers
+        short = offer.short or offer.stages[0]
+        narrow = _narrow(short.step, numbers, short) if offer.narrow else []
+        shared += [*_rows(offer.shared, offer.stages[0].step, numbers, offer), *narrow]
+        turns += _rows(offer.turns, offer.stages[0].step, numbers, offer)
+        clusters += _clusters(short.step, numbers, short)
     return {
         ("descriptor", schedule.name): "\n".join(f"{line} apart" for line in lines)
         for schedule, lines in ((COOPERATIVE, shared), (PINGPONG, turns), (CLUSTER, clusters))

@@ -126,7 +126,7 @@ HOPPER: dict[str, Rows] = {
             16x64x128  8 4 3 0.20 swap strided splits
         """,
     }
-    | any_width_tiles.staged_rows(any_width_tiles.packed(4)),
+    | any_width_tiles.staged_rows(any_width_tiles.packed(4), any_width_tiles.PACKED_LONG),
     "packed8": {
         ("descriptor", "tile"): """
             16x64x256   1 4 3 0.40 swap splits
