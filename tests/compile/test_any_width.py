@@ -51,7 +51,7 @@ def k_loops(code):
         if (found := re.search(r"\(\.(\w+)\)", line))
     ]
     # What waits longer comes back from the end of the code.
-    loops = [(first, last) for first, last in jumps if first is not None and first < last < first + 1000]
+    loops = [(first, last) for first, last in jumps if first is not None and first < last < first + 1200]
     products = [at for at, line in enumerate(code) if re.search(r"\b[HQ]GMMA\b", line)]
     around = [[loop for loop in loops if loop[0] < at < loop[1]] for at in products]
     return {min(found, key=lambda loop: loop[1] - loop[0]) for found in around if found}

@@ -82,7 +82,8 @@ def test_the_kernel_of_a_row_has_its_width(layout):
 def test_the_kernel_of_a_row_for_packed_weights_has_its_width(weight):
     p = abstract_problem(3000, 1024, 4096, device=H200, weight=weight)
     rows = [tile.config for tile in tiles_of("hopper", kind_of(p)) if tile.config.schedule in BOTH]
-    check_widths(p, rows, 25)
+    # Long steps have kernels of their own.
+    check_widths(p, rows, 33 if weight == "int4" else 25)
 
 
 def sparse_problem(M=1000, N=1536, K=2048, epilogue=None):
@@ -389,7 +390,9 @@ def test_every_tile_for_packed_weights_has_a_row_that_takes_them(format):
         if config.schedule in ("cooperative", "pingpong"):
             size = config.schedule, config.block_m, config.block_n
             refusal = schedules.of(config.schedule).refusal(p, config)
-            assert refusal is None or "shared memory" in refusal
+            is_missing = config.block_k == 128 and format not in ("int4", "nf4")
+            expected = "no steps of 128 columns" if is_missing else "shared memory"
+            assert refusal is None or expected in refusal
             taken[size] = taken.get(size, False) or refusal is None
     assert len(taken) > 20
     assert all(taken.values())
