@@ -135,7 +135,7 @@ def test_widths_of_packed_weights_share_kernels():
             assert len(tile_of(tile.config).widths(p.b.staged, "rows", None)) > 2, tile.config
 
 
-@pytest.mark.parametrize("well", [(96, 112, 128, 64, 80), (64, 80, 96, 112, 128), ()])
+@pytest.mark.parametrize("well", [(80, 88, 96, 104, 64, 72), (64, 72, 80, 88, 96, 104), ()])
 def test_a_kernel_whose_products_wait_is_compiled_again(well, monkeypatch):
     """With its widths in other orders, and at last for one width; and later at once with what was found."""
     Kernel = type("Kernel", (), {})
@@ -151,10 +151,10 @@ def test_a_kernel_whose_products_wait_is_compiled_again(well, monkeypatch):
     )
     p, config = (
         abstract_problem(3000, 1024, 4096, device=H200, weight="int4"),
-        "96x128x64-g0-w8-s8-cooperative-descriptor-swap",
+        "96x192x64-g0-w12-s8-cooperative-descriptor-swap",
     )
-    first = (64, 80, 96, 112, 128)
-    orders, found = [first[i:] + first[:i] for i in range(5)], well or (96,)
+    first = (64, 72, 80, 88, 96, 104)
+    orders, found = [first[i:] + first[:i] for i in range(6)], well or (96,)
     tried = orders[: orders.index(well) + 1] if well else orders
     ends = [] if found == first else [found]
     for sequence in ([*tried, *ends], [first, *ends]):

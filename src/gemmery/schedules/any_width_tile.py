@@ -38,9 +38,9 @@ MOST_STAGES = 12
 #: The widths that share a kernel where X is a packed weight and each warpgroup has 64 rows of it, by the number of
 #: warpgroups. The more widths a kernel has, the more often its products wait for each other, see `waits_for_each`.
 PACKED_WIDTHS = {
-    1: (range(64, 129, 16),),
-    2: (range(64, 129, 16), range(144, 193, 16), range(208, 257, 16)),
-    3: (range(64, 97, 16), range(112, 145, 16), range(160, 193, 16)),
+    1: (range(64, 129, 8),),
+    2: (range(64, 129, 8), range(136, 193, 8), range(200, 257, 8)),
+    3: (range(64, 105, 8), range(112, 129, 8), range(136, 193, 8)),
 }
 #: The fewest stages with a weight that has a `Stage`: a step's numbers are read while the step before is multiplied,
 #: and the stage before that is free afterwards.
@@ -82,7 +82,7 @@ class Numbers(NamedTuple):
         by_groups: by the number of warpgroups, numbers of an accumulator that a thread may have.
         in_turns: the same of a warpgroup that takes turns.
         each: widths are multiples of this power of two, too.
-        by_eight: whether widths of three warpgroups may be any multiples of 8.
+        by_eight: whether widths of three warpgroups may be any multiples of 8, if each has 64 rows of X.
         wide: by the number of warpgroups that share a tile, further widths above these, for 64 rows of X for each of
             them. Each width has a kernel of its own.
     """
@@ -145,7 +145,7 @@ RULES = {
     "packed": Rules(
         "packed",
         "a packed weight",
-        numbers=Numbers({1: 128, 2: 144, 3: 96}, in_turns=144),
+        numbers=Numbers({1: 128, 2: 144, 3: 96}, in_turns=144, by_eight=True),
         shared=PACKED_WIDTHS,
         has_second=False,
     ),
@@ -291,8 +291,7 @@ def each_of(own: Any, groups: Any, rules: Rules, numbers: Numbers | None = None)
         own, groups: rows of X of a warpgroup, and warpgroups.
         numbers: see `numbers_for`; None for the smallest number of any problem.
     """
-    is_plain = rules.shared is None and rules.each is None
-    by_eight = is_plain and (numbers is None or numbers.by_eight)
+    by_eight = (rules.numbers if numbers is None else numbers).by_eight
     each = np.where((own == ROWS) & (by_eight | (np.asarray(groups) < 3)), 8, 16)
     if rules.each is not None:
         each = np.where(np.asarray(groups) > 2, each, rules.each)

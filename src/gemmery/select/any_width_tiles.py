@@ -1,8 +1,8 @@
 """The rows of tiles of any width, see `kernels.any_width`.
 
 Matrices have a row for every width from `PART` on that fits into registers and shared memory. For products of a few
-rows they have narrow tiles, each with its own kernel. Packed weights have fewer widths, and no narrow tiles. The rows
-are made from the sizes of tiles, since there are too many to write down.
+rows they have narrow tiles, each with its own kernel. Packed weights have no narrow tiles. The rows are made from the
+sizes of tiles, since there are too many to write down.
 """
 
 from __future__ import annotations
@@ -54,7 +54,6 @@ class Offer(NamedTuple):
         shared, turns: sizes of tiles that warpgroups share, and of those that they take in turn.
         narrow: whether there are the tiles of `NARROW_TILES`.
         short: the stage of these and of clusters' tiles, if it is another one.
-        each: widths are multiples of this; None for all possible widths.
         widest, alone: the largest width, and that of a tile with a single warpgroup.
         numbers: see `schedules.any_width_tile.numbers_for`, where the stage's rules do not say it.
     """
@@ -64,7 +63,6 @@ class Offer(NamedTuple):
     turns: Sizes = ()
     narrow: bool = False
     short: Stage | None = None
-    each: int | None = None
     widest: int = 256
     alone: int = 256
     numbers: Numbers | None = None
@@ -77,19 +75,18 @@ _SMALL = tuple(size for size in SHARED_TILES if size[2] == ROWS)
 def packed(bits: int) -> Offer:
     """For packed weights with numbers of this many bits.
 
-    Widths are multiples of 16, so that few of them share a kernel. A warpgroup that has a tile alone takes up to a
-    fifth longer than predicted with more than 128 columns. Small groups have more parameters, for which some tiles
-    have fewer stages.
+    A warpgroup that has a tile alone takes up to a fifth longer than predicted with more than 128 columns. Small groups
+    have more parameters, for which some tiles have fewer stages.
     """
     stages = tuple([StageFormat("", bits, group, "zeros", 0) for group in (STEP, STEP // 4)])
-    return Offer(stages, turns=TURNS, each=16, alone=128)
+    return Offer(stages, turns=TURNS, alone=128)
 
 
 #: For packed weights with long steps. Wider tiles are not faster with them: their products take so long that a step's
 #: other instructions delay none (`packed_long_steps-bf16-triton3.9.json`).
 PACKED_LONG = Offer(
     tuple([StageFormat("", 4, group, "zeros", 0, wide=True) for group in (2 * STEP, STEP)]),
-    turns=TURNS, each=16, widest=128, alone=128,
+    turns=TURNS, widest=128, alone=128,
 )  # fmt: skip
 
 #: For 2:4 sparse weights of 16 bits, and for those of 8 bits that are widened to 16, which have 64 rows for each
@@ -130,7 +127,7 @@ def _widths(tile: Tile, numbers: Numbers, offer: Offer | None) -> Sequence[int]:
         usual = range(PART, tile.widest(numbers) + 1, tile.each_of(rules_of(None), numbers))
         return *usual, *tile.wider(numbers)
     widest = min(tile.widest(numbers), offer.widest if tile.groups > 1 else offer.alone)
-    return range(PART, widest + 1, offer.each or tile.each_of(rules_of(offer.stages[0])))
+    return range(PART, widest + 1, tile.each_of(rules_of(offer.stages[0])))
 
 
 def _narrow(step: int, numbers: Numbers, stage: Stage | None = None) -> list[str]:
