@@ -23,7 +23,7 @@ from .space import Space, everywhere, space_of
 #: The number of kernels that serve all M of otherwise equal problems.
 KERNELS = 6
 #: The same for packed weights, for which the best tile changes faster with M.
-PACKED_KERNELS = 12
+PACKED_KERNELS = 10
 #: The extra weight of larger losses in the choice of a shortlist.
 SHARPNESS = 30.0
 #: Problems whose shortlists are kept.
