@@ -18,7 +18,7 @@ from ..kernels.any_width_scales import SPAN, WIDEST_PIECE
 from ..kernels.any_width_stage import LINE_BYTES, own_rows
 from .any_width_edge import Edges
 from .binding import promotes
-from .cost import FILL, FILLED, FUNCTION, Costs, Floats, Given, Stream, calls_of, fitted, thin_seconds
+from .cost import FILL, FILLED, FUNCTION, Costs, Floats, Given, Stream, along, calls_of, fitted, thin_seconds
 from .persistent_static import Work
 
 if TYPE_CHECKING:
@@ -263,7 +263,7 @@ def costs(problem: Problem, space: Space, given: Given, takes_turns: bool, clust
         start = start + (FIND_IN_TURN if takes_turns else FIND)
     start = start - (SOONER - LONG_START * is_long) * (x == ROWS)
     last = LAST + store * LAST_STORE + epilogue + _code_seconds(p, elements)
-    if takes_turns and p.a.bits == 8 and any(_along(p)):
+    if takes_turns and p.a.bits == 8 and any(along(p)):
         last = last + VECTOR_LAST
     once = start + (last if takes_turns else around)
     moved = multiplied * y * 4.0 / device.sm_bandwidth
@@ -372,7 +372,7 @@ def _epilogue_seconds(
     """
     p = problem
     seconds: Floats = area * (FUNCTION * calls_of(p)) + thin_seconds(p, elements)
-    of_rows, of_columns = _along(p)
+    of_rows, of_columns = along(p)
     if clustered:
         seconds = seconds + (of_rows or of_columns) * CLUSTERED_VECTOR
     elif takes_turns or not fitted(p):
@@ -384,14 +384,6 @@ def _epilogue_seconds(
     if p.fusion is not None and p.fusion.matrix is not None:
         seconds = seconds + MATRIX * np.maximum(elements / PART - 1, 0)
     return seconds
-
-
-def _along(problem: Problem) -> tuple[bool, bool]:
-    """Whether an epilogue reads a vector along M, and one along N."""
-    of_rows, of_columns = (
-        any(bool(x.row) == row and bool(x.col) != row for x in problem.extras) for row in (True, False)
-    )
-    return of_rows, of_columns
 
 
 def _code_seconds(problem: Problem, elements: Floats) -> Floats:

@@ -152,6 +152,14 @@ def thin_seconds(problem: Problem, elements: Floats) -> Floats:
     return np.asarray((THIN + THIN_RANK * rank) * np.maximum(elements / 64**2, 1) * (rank > 0))
 
 
+def along(problem: Problem) -> tuple[bool, bool]:
+    """Whether an epilogue reads a vector along M, and one along N."""
+    of_rows, of_columns = (
+        any(bool(x.row) == row and bool(x.col) != row for x in problem.extras) for row in (True, False)
+    )
+    return of_rows, of_columns
+
+
 def fitted(problem: Problem) -> bool:
     """Whether corrections apply that were measured only on dense 16-bit matrices."""
     return not (problem.a.kind or problem.b.kind) and problem.a.dtype.itemsize == 2
