@@ -3,7 +3,7 @@
 Its numbers are fitted to times of random products on an H200
 (`benchmarks/results/looks/any_width_times-bf16.json`); those of epilogues and of fp8 to others
 (`any_width_kinds-mixed.json`, `any_width_epilogues-bf16.json`), and those of packed weights to int4's
-(`any_width_packed-bf16.json`, `any_width_pieces-bf16.json`).
+(`any_width_packed-bf16.json`, `any_width_pieces-bf16.json`, `packed_long_steps-bf16-triton3.9.json`).
 """
 
 from __future__ import annotations
