@@ -44,8 +44,16 @@ WEIGHTS = np.where(ROWS <= 64, 1.0, 0.5)
 
 
 def of(problem: Problem) -> frozenset[int]:
-    """The kernels, by their numbers in `Space`, for a problem and all that differ from it in M alone; memoized."""
-    return _of(replace(problem, M=1))
+    """The kernels, by their numbers in `Space`, for a problem and all that differ from it in M alone; memoized.
+
+    If A is stored by columns, as in a weight's gradient, M is a size of the weight and K the number of rows. These have
+    all kernels: their best one changes little with K.
+    """
+    p = problem
+    if p.a.row == 1 and p.a.col != 1 and not p.ragged:
+        space = allowed(p)
+        return frozenset(space.kernel[space.chosen(p)].tolist())
+    return _of(replace(p, M=1))
 
 
 @functools.lru_cache(KEPT)
