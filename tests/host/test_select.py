@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gemmery import Config, devices
+from gemmery.lab.abstract import abstract_problem
 from gemmery.launch import padding
 from gemmery.launch.plan import Plan, runs_on
 from gemmery.layout import make_problem
@@ -195,6 +196,19 @@ def test_few_kernels_serve_every_number_of_rows(kind, n, k):
             space = space_of(p)
             used.add(dict(zip(space.configs, space.kernel.tolist(), strict=True))[rank(p)[0][0]])
     assert len(used) <= shortlist.KERNELS
+
+
+def test_a_gradient_of_a_weight_has_all_kernels():
+    """Its M is a size of the weight, so no other M needs a kernel."""
+    gradient, product = (
+        abstract_problem(2112, 1152, 5149, device=devices.TABLE["NVIDIA H200"], layout=layout)
+        for layout in ("TN", "NT")
+    )
+    space = shortlist.allowed(gradient)
+    assert shortlist.of(gradient) == set(space.kernel[space.chosen(gradient)])
+    assert len(shortlist.of(gradient)) > shortlist.KERNELS >= len(shortlist.of(product))
+    first, *others = [cost.total for _, cost in rank(gradient)]
+    assert first <= min(others)
 
 
 def test_what_was_measured_is_predicted():

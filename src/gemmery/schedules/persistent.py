@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..problem import Config, Problem
     from ..select.space import Space
 
-#: Seconds in which an element of a tile of fp8 is multiplied by the scales of its row and column. Fitted to 34 times of
+#: Seconds in which an element of a tile of fp8 is multiplied by the scales of its row and column. Fitted to 31 times of
 #: random products on an H200 (`benchmarks/results/looks/any_width_kinds-mixed.json`,
 #: `random_seed608-mixed-triton3.9.json`).
 SCALED = 4.8e-11
