@@ -261,7 +261,9 @@ def costs(problem: Problem, space: Space, given: Given, takes_turns: bool, clust
     around = (TURN if takes_turns else TILE + store * STORE) + epilogue
     if takes_turns and _is_fast8(p) and any(along(p)):
         # A warpgroup multiplies half of the tiles, and each next one when it has stored the one before.
-        loop = np.maximum(loop, (loop + turns * elements / PART * VECTOR8_TURN) / 2)
+        each, stored = loop / turns, elements / PART * VECTOR8_TURN
+        own = np.minimum(turns, 2) * each + np.maximum(turns - 2, 0) * (each + stored) / 2
+        loop = np.maximum(loop, own)
     # Loads run ahead across tiles: only the time around the last tile is not overlapped with memory.
     loop = loop + (turns - 1) * around
     body = np.maximum((loop**OVERLAP + stream**OVERLAP) ** (1 / OVERLAP), np.maximum(waits, least))
