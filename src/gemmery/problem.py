@@ -42,6 +42,12 @@ class Fusion(Traced):
     whole: bool = False
 
     @property
+    def is_identity(self) -> bool:
+        """Whether the product itself is all that is stored."""
+        is_alone = self.stores and not (self.operands or self.numbers or self.paired or self.reduces)
+        return is_alone and "\n    return tl.broadcast_to(acc, (ROWS, COLS))\n" in self.source
+
+    @property
     def matrix(self) -> Layout | None:
         """The one matrix that it reads or writes, if `ahead` loads it or `both` returns it.
 
@@ -201,7 +207,8 @@ class Problem:
 
     def __str__(self) -> str:
         batch = "x".join(map(str, self.batch)) + " of " if self.batch else ""
-        fused = "" if self.epilogue == "identity" else f" +{self.fusion or self.epilogue}"
+        is_plain = self.epilogue == "identity" or (self.fusion is not None and self.fusion.is_identity)
+        fused = "" if is_plain else f" +{self.fusion or self.epilogue}"
         fused += f" {self.precision}" if self.precision != "ieee" else ""
         fused += " fast" if self.fast_accum else ""
         fused += self.b.note

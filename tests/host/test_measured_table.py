@@ -39,7 +39,7 @@ def entry(problem, **microseconds):
     return {"problem": to_dict(problem), "configs": configs}
 
 
-TILES = "128x192x64-g8-w8-s5-tile-descriptor", "64x256x64-g8-w4-s5-tile-descriptor"
+TILES = "128x192x64-g8-w8-s5-tile-descriptor", "64x320x64-g8-w4-s4-tile-descriptor"
 
 
 def test_the_last_file_has_the_last_word(tmp_path):

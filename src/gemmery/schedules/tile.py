@@ -69,6 +69,17 @@ class Tile(Schedule):
             return config.loader == "pointer" and not config.rest_n
         return not forms.ragged or (not config.rest_n and config.split_k == 1)
 
+    def considers(self, problem: Problem, rows: Floats, config: Config | Space) -> np.ndarray:
+        """See `Schedule.considers`.
+
+        A tile whose width is the sum of two powers of two loads two blocks of B. If B has adjacent elements along N, of
+        which a block is outside, such tiles took up to 1.26 times as long as predicted
+        (`benchmarks/results/looks/turned_tiles-bf16-triton3.9.json`).
+        """
+        p, width = problem, np.asarray(config.block_n)
+        reaches_out = (width & (width - 1) > 0) & (p.N % width > 0)
+        return np.asarray(super().considers(p, rows, config) & ~(reaches_out & (p.b.col == 1 != p.b.row)))
+
     def refusal(self, problem: Problem, config: Config) -> str | None:
         if not self.takes(config, Forms.of(problem)):
             return (
