@@ -215,7 +215,7 @@ def test_a_gradient_of_a_weight_has_all_kernels():
     ("layout", "n", "taken"), [("TN", 1152, False), ("TN", 1280, True), ("NT", 1152, True)]
 )
 def test_tiles_of_two_blocks_end_with_the_operand_that_they_cut_along_its_rows(layout, n, taken):
-    p = abstract_problem(2112, n, 5149, device=devices.TABLE["NVIDIA H200"], layout=layout)
+    p = abstract_problem(2112, n, 5120, device=devices.TABLE["NVIDIA H200"], layout=layout)
     text = "64x320x64-g8-w4-s4-tile-descriptor"
     assert (text in {str(config) for config, _ in rank(p)}) == taken
     bind(p, Config.of(text))
