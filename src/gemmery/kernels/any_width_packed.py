@@ -3,9 +3,8 @@
 The weight is X, the operand with 64 rows for each `wgmma`, which takes it from registers. A stage has its words, in
 the order in which `formats.packing` deals them out to threads, and its group parameters: all scales, then all shifts.
 These lie by 64 rows of X, and within them group by group. For each 64 rows and 64 numbers of 4 bits along K, a thread
-has 16 bytes of words. They become its share of the four pieces of a step, of 16 numbers along K each. Each piece is
-unpacked while the tensor cores multiply others. CUTLASS's mixed-input kernels work in this order
-(github.com/NVIDIA/cutlass).
+has 16 bytes of words. They become its share of four pieces, of 16 numbers along K each. Each piece is unpacked while
+the tensor cores multiply others. CUTLASS's mixed-input kernels work in this order (github.com/NVIDIA/cutlass).
 
 The arithmetic is that of `kernels.packed`, so a weight has the same bits in all schedules.
 """
