@@ -104,11 +104,11 @@ LONG_START = 0.25e-6
 #: Seconds that a tile takes more where its epilogue reads a vector, and where tiles are taken in turn; there, if the
 #: operands are fp8, the program's last tile takes `VECTOR_LAST` more (`vectors_prefetched-mixed.json`).
 VECTOR, VECTOR_IN_TURN, VECTOR_LAST = 1.04e-6, 0.6e-6, 1.2e-6
-#: The first for matrices of fp8 whose steps are not promoted, once and for each part of a tile; and where tiles are
-#: taken in turn, all the seconds that the epilogue of a part takes, during which the other warpgroup multiplies. Fitted
-#: to 105 times of random products (`any_width_kinds-mixed.json`, `random_seed608-mixed-triton3.9.json`,
-#: `random_seed611-mixed-triton3.9.json`).
-VECTOR8, VECTOR8_PART, VECTOR8_TURN = 0.81e-6, 0.43e-6, 1.1e-6
+#: For matrices of fp8 whose steps are not promoted, the additional seconds for each part of all tiles but the last; and
+#: where tiles are taken in turn, all the seconds that the epilogue of a part takes, during which the other warpgroup
+#: multiplies. Fitted to 61 times of random products (`any_width_kinds-mixed.json`,
+#: `random_seed608-mixed-triton3.9.json`, `random_seed611-mixed-triton3.9.json`).
+VECTOR8_PART, VECTOR8_TURN = 0.51e-6, 1.1e-6
 #: The first for 16-bit operands, where the vector is that of the rows of X; and where it is that of the rows of Y, once
 #: and for each part of a tile, which reads another piece of it.
 VECTOR_X, VECTOR_Y, VECTOR_PART = 0.65e-6, 0.2e-6, 0.65e-6
@@ -259,13 +259,17 @@ def costs(problem: Problem, space: Space, given: Given, takes_turns: bool, clust
     store = elements * 2.0 * results / device.store_bandwidth
     epilogue = _epilogue_seconds(p, s, multiplied * y, elements, takes_turns, clustered)
     around = (TURN if takes_turns else TILE + store * STORE) + epilogue
-    if takes_turns and _is_fast8(p) and any(along(p)):
-        # A warpgroup multiplies half of the tiles, and each next one when it has stored the one before.
-        each, stored = loop / turns, elements / PART * VECTOR8_TURN
-        own = np.minimum(turns, 2) * each + np.maximum(turns - 2, 0) * (each + stored) / 2
-        loop = np.maximum(loop, own)
+    between = around
+    if _is_fast8(p) and any(along(p)):
+        if takes_turns:
+            # A warpgroup multiplies half of the tiles, and each next one when it has stored the one before.
+            each, stored = loop / turns, elements / PART * VECTOR8_TURN
+            own = np.minimum(turns, 2) * each + np.maximum(turns - 2, 0) * (each + stored) / 2
+            loop = np.maximum(loop, own)
+        else:
+            between = around + elements / PART * VECTOR8_PART
     # Loads run ahead across tiles: only the time around the last tile is not overlapped with memory.
-    loop = loop + (turns - 1) * around
+    loop = loop + (turns - 1) * between
     body = np.maximum((loop**OVERLAP + stream**OVERLAP) ** (1 / OVERLAP), np.maximum(waits, least))
     is_long = p.b.is_sparse & (_blocks_of_y(p, s) > 1)
     start = terms.start(p, s, groups)
@@ -385,12 +389,8 @@ def _epilogue_seconds(
     of_rows, of_columns = along(p)
     if clustered:
         seconds = seconds + (of_rows or of_columns) * CLUSTERED_VECTOR
-    elif takes_turns:
-        seconds = seconds + (of_rows or of_columns) * VECTOR_IN_TURN
-    elif _is_fast8(p):
-        seconds = seconds + (of_rows or of_columns) * (VECTOR8 + VECTOR8_PART * elements / PART)
-    elif not fitted(p):
-        seconds = seconds + (of_rows or of_columns) * VECTOR
+    elif takes_turns or not fitted(p):
+        seconds = seconds + (of_rows or of_columns) * (VECTOR_IN_TURN if takes_turns else VECTOR)
     elif of_rows or of_columns:
         along_y = np.where(space.swap, of_rows, of_columns)
         parts = np.maximum(elements / PART, 1)
