@@ -420,8 +420,8 @@ def test_both_say_how_many_bytes_a_block_has(text):
 
 @pytest.mark.parametrize("stage", [
     any_width_packed.StageFormat("int", 4, 128, "", 8), any_width_packed.StageFormat("int", 8, 32, "zeros", 128),
-    any_width_packed.StageFormat("int", 4, 64, "", 8, wide=True), any_width_packed.StageFormat("e4m3", 8, 0, "", 0), SparseStage(), SparseStage(paired=True), SparseStage("int8"),
-    SparseStage(fp8=True),
+    any_width_packed.StageFormat("int", 4, 64, "", 8, wide=True), any_width_packed.StageFormat("e4m3", 8, 0, "", 0),
+    SparseStage(), SparseStage(paired=True), SparseStage("int8"), SparseStage(fp8=True),
 ], ids=str)  # fmt: skip
 def test_every_stage_has_its_rows_and_its_text_says_all(stage):
     assert stage.kind in any_width_tile.RULES.keys() & any_width_cost.TERMS.keys()

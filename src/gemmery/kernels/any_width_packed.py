@@ -113,7 +113,7 @@ class StageFormat(NamedTuple):
         return 2 if self.wide else 1
 
     def of_step(self, columns: int) -> "StageFormat | None":
-        """See `Stage.of_step`. Long steps have 4-bit numbers and at most two groups, whose parameters fit registers."""
+        """See `Stage.of_step`. Long steps have 4-bit numbers, and two groups at most: registers hold all parameters."""
         found = self._replace(wide=columns == 2 * STEP)
         is_suited = not found.wide or (found.bits == 4 and found.groups <= 2)
         return found if found.step == columns and is_suited else None

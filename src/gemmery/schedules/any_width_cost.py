@@ -109,10 +109,10 @@ VECTOR, VECTOR_IN_TURN, VECTOR_LAST = 1.04e-6, 0.6e-6, 1.2e-6
 #: multiplies. Fitted to 61 times of random products (`any_width_kinds-mixed.json`,
 #: `random_seed608-mixed-triton3.9.json`, `random_seed611-mixed-triton3.9.json`).
 VECTOR8_PART, VECTOR8_TURN = 0.51e-6, 1.1e-6
-#: The first for 16-bit operands, where the vector is that of the rows of X; and where it is that of the rows of Y, once
+#: `VECTOR` for 16-bit operands, where the vector is that of the rows of X; and where it is that of the rows of Y, once
 #: and for each part of a tile, which reads another piece of it.
 VECTOR_X, VECTOR_Y, VECTOR_PART = 0.65e-6, 0.2e-6, 0.65e-6
-#: The first for a cluster, each of whose programs finishes a few parts (`short_choices-mixed.json`).
+#: `VECTOR` for a cluster, each of whose programs finishes a few parts (`short_choices-mixed.json`).
 CLUSTERED_VECTOR = 0.2e-6
 #: If warpgroups take turns, each part has its code, and more code takes longer to fetch: the
 #: seconds for the square of the parts of a program's last tile.
@@ -259,17 +259,9 @@ def costs(problem: Problem, space: Space, given: Given, takes_turns: bool, clust
     store = elements * 2.0 * results / device.store_bandwidth
     epilogue = _epilogue_seconds(p, s, multiplied * y, elements, takes_turns, clustered)
     around = (TURN if takes_turns else TILE + store * STORE) + epilogue
-    between = around
-    if _is_fast8(p) and any(along(p)):
-        if takes_turns:
-            # A warpgroup multiplies half of the tiles, and each next one when it has stored the one before.
-            each, stored = loop / turns, elements / PART * VECTOR8_TURN
-            own = np.minimum(turns, 2) * each + np.maximum(turns - 2, 0) * (each + stored) / 2
-            loop = np.maximum(loop, own)
-        else:
-            between = around + elements / PART * VECTOR8_PART
+    loop = loop + _scales_of_fp8(p, loop, turns, elements / PART, takes_turns)
     # Loads run ahead across tiles: only the time around the last tile is not overlapped with memory.
-    loop = loop + (turns - 1) * between
+    loop = loop + (turns - 1) * around
     body = np.maximum((loop**OVERLAP + stream**OVERLAP) ** (1 / OVERLAP), np.maximum(waits, least))
     is_long = p.b.is_sparse & (_blocks_of_y(p, s) > 1)
     start = terms.start(p, s, groups)
@@ -400,9 +392,22 @@ def _epilogue_seconds(
     return seconds
 
 
-def _is_fast8(problem: Problem) -> bool:
-    """Whether operands are matrices of 8 bits, and the accumulator is that of the tensor cores."""
-    return problem.a.bits == 8 and problem.b.staged is None and not promotes(problem)
+def _scales_of_fp8(problem: Problem, loop: Floats, turns: Floats, parts: Floats, takes_turns: bool) -> Floats:
+    """The seconds that scales of rows add before the last tile, for matrices of fp8 whose steps are not promoted.
+
+    Args:
+        loop: the seconds of the products of all tiles.
+        turns: the tiles of the busiest program.
+        parts: of a warpgroup's tile.
+    """
+    p = problem
+    if p.a.bits != 8 or p.b.staged is not None or promotes(p) or not any(along(p)):
+        return np.zeros(1)
+    if not takes_turns:
+        return np.asarray((turns - 1) * parts * VECTOR8_PART)
+    # A warpgroup multiplies half of the tiles, and each next one when it has stored the one before.
+    each = loop / turns
+    return np.asarray(np.maximum(turns - 2, 0) * np.maximum(parts * VECTOR8_TURN - each, 0) / 2)
 
 
 def _code_seconds(problem: Problem, elements: Floats) -> Floats:

@@ -18,9 +18,10 @@ if TYPE_CHECKING:
     from ..problem import Config, Problem
     from ..select.space import Space
 
-#: Seconds in which an element of a tile of fp8 is multiplied by the scales of its row and column. Fitted to 31 times of
-#: random products on an H200 (`benchmarks/results/looks/any_width_kinds-mixed.json`,
-#: `random_seed608-mixed-triton3.9.json`).
+#: Seconds in which an element of a tile of fp8 is multiplied by the scales of its row and column. On an H200, where
+#: random products have several tiles for each program, 13 times give 4.3e-11 with Triton 3.6
+#: (`benchmarks/results/looks/any_width_kinds-mixed.json`), and 8 times give 5.7e-11 with 3.9
+#: (`random_seed608-mixed-triton3.9.json`).
 SCALED = 4.8e-11
 
 

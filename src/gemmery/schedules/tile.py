@@ -76,9 +76,11 @@ class Tile(Schedule):
         which a block is outside, such tiles took up to 1.26 times as long as predicted
         (`benchmarks/results/looks/turned_tiles-bf16-triton3.9.json`).
         """
-        p, width = problem, np.asarray(config.block_n)
-        reaches_out = (width & (width - 1) > 0) & (p.N % width > 0)
-        return np.asarray(super().considers(p, rows, config) & ~(reaches_out & (p.b.col == 1 != p.b.row)))
+        p, found = problem, super().considers(problem, rows, config)
+        if p.b.col != 1 or p.b.row == 1:
+            return found
+        width = np.asarray(config.block_n)
+        return np.asarray(found & ((width & (width - 1) == 0) | (p.N % width == 0)))
 
     def refusal(self, problem: Problem, config: Config) -> str | None:
         if not self.takes(config, Forms.of(problem)):

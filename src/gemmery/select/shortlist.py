@@ -49,18 +49,16 @@ def of(problem: Problem) -> frozenset[int]:
     If A is stored by columns, as in a weight's gradient, M is a size of the weight and K the number of rows. These have
     all kernels: their best one changes little with K.
     """
-    p = problem
-    if p.a.row == 1 and p.a.col != 1 and not p.ragged:
-        space = allowed(p)
-        return frozenset(space.kernel[space.chosen(p)].tolist())
-    return _of(replace(p, M=1))
+    return _of(replace(problem, M=1))
 
 
 @functools.lru_cache(KEPT)
 def _of(problem: Problem) -> frozenset[int]:
-    space = allowed(problem)
-    logs, weights = _all_log_times(problem, space)
+    space, a = allowed(problem), problem.a
     kernels = np.unique(space.kernel[space.chosen(problem)])
+    if a.row == 1 and a.col != 1 and not problem.ragged:
+        return frozenset(kernels.tolist())
+    logs, weights = _all_log_times(problem, space)
     # The best config of each kernel. Configs of a kernel differ only in the number of parts of K.
     best = np.stack([logs[:, space.kernel == kernel].min(axis=1) for kernel in kernels], axis=1)
     count = PACKED_KERNELS if problem.b.unpacks else KERNELS
