@@ -211,6 +211,16 @@ def test_a_gradient_of_a_weight_has_all_kernels():
     assert first <= min(others)
 
 
+@pytest.mark.parametrize("weight", ["int4", "2:4"])
+def test_a_plain_product_names_no_epilogue(weight):
+    plain, biased = (
+        abstract_problem(300, 1152, 2048, device=devices.TABLE["NVIDIA H200"], weight=weight, bias=bias)
+        for bias in (False, True)
+    )
+    assert "+" not in str(plain)
+    assert "+fused" in str(biased)
+
+
 @pytest.mark.parametrize(
     ("layout", "n", "taken"), [("TN", 1152, False), ("TN", 1280, True), ("NT", 1152, True)]
 )
